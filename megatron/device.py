@@ -105,7 +105,7 @@ class Device:
 
     @property
     def block_memory(self) -> int:
-        """The shared memory available to a thread block, in bytes. A CPU reports a Hopper GPU's."""
+        """The shared memory available to a thread block, in bytes; for a CPU, a Hopper GPU's."""
         if not self.is_gpu:
             return 227 * 1024
         properties: Any = _properties(self.torch_device)  # the type stub lacks this property
@@ -502,11 +502,11 @@ class AsyncRead:
 
 
 class StreamMarks:
-    """A measure of how far a device is behind the host: increasing numbers in its queue.
+    """Increasing numbers in a device's queue, which show how far the device is behind the host.
 
-    The device copies each number to the host when it reaches it, which costs a copy of 4 bytes.
-    Reading the latest number makes no driver call, because the driver blocks all threads while one
-    of them waits for space in a full queue.
+    When the device reaches a number, it copies the number (4 bytes) to the host. Reading the latest
+    number involves no driver call: the driver blocks all threads while one of them waits for space
+    in a full queue.
 
     Args:
         device: The device.

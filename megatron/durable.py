@@ -46,7 +46,7 @@ def writing_to(flag: str, path: str | Path) -> Iterator[None]:
             yield
     except StorageError as error:
         if isinstance(error.__cause__, StorageError):
-            raise  # already reported for a file inside
+            raise  # already reported by a nested `writing_to`
         remedy = _remedy(error.__cause__, Path(path))
         raise StorageError(f"{flag} {path} cannot be written ({error}): {remedy}") from error
 

@@ -58,7 +58,7 @@ class UserError(Exception):
     exit_code = 1
 
     def __init_subclass__(cls, exit_code: int | None = None) -> None:
-        """Set the exit code of a command that ends with this error. Default: that of its base."""
+        """Set the exit code of commands that end with this error; by default, the base class's."""
         if exit_code is not None:
             cls.exit_code = exit_code
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 -m megatron health  # or under any launcher, on several machines
     megatron health --hang checkpoints              # what every rank of a run was waiting for
 
-Without a launcher, this process becomes one. With --hang, nothing is tested.
+Without a launcher, the command replaces itself with one. With --hang, nothing is tested.
 """
 
 from __future__ import annotations

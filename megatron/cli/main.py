@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 
 
 class Command(NamedTuple):
-    """A command.
+    """An entry in the table of commands.
 
     Attributes:
         help: A one-line description.

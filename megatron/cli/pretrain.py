@@ -27,7 +27,7 @@ from megatron.processes.launch import hide_gpus, is_launched
 from megatron.recipes import catalog
 from megatron.tasks.table import TASKS
 
-_SMALL_FLAGS = ("--input", "--iters", "--out", "--overwrite")  # of the demo
+_SMALL_FLAGS = ("--input", "--iters", "--out", "--overwrite")  # flags of the demo
 # Like torchrun, but it returns the run's exit code and leaves time to save on SIGTERM.
 _LAUNCHER = "megatron.processes.torchrun"
 _HELP = {"-h", "--help", "--help-all"}
@@ -37,7 +37,7 @@ def pretrain(argv: Sequence[str]) -> int:
     """Replace this process with one that trains a recipe.
 
     Returns:
-        The exit code after --help, --small or a mistake.
+        The exit code after --help, --small or an error.
     """
     flags = split(argv)
     names = {flag.name for flag in flags}
@@ -152,7 +152,7 @@ def training_command(
         the script's flags.
 
     Raises:
-        UserError: The recipe, --gpus, or the flags for several processes have mistakes.
+        UserError: The recipe, --gpus, or a flag for several processes is invalid.
     """
     counts = [flag for flag in split(argv) if flag.name == "--gpus"]
     architecture, flags = catalog.as_script(argv)
@@ -165,7 +165,7 @@ def training_command(
         checked_argv = flags
     count = _processes(counts[-1] if counts else None)
     launcher = f"-m {_LAUNCHER} --standalone --nproc-per-node {count}" if count > 1 else ""
-    if count > 1:  # report a mistake in one line, without torchrun's report on each process
+    if count > 1:  # report an error in one line, without torchrun's report on each process
         catalog.check_flags(architecture, checked_argv, count)
     # Our scripts are installed as modules next to the package.
     path = getattr(importlib.util.find_spec(script), "origin", None)

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the table of recipes, or one recipe.
 
     Raises:
-        UserError: There is no such recipe, or its file has mistakes.
+        UserError: There is no such recipe, or its file is invalid.
     """
     if options.recipe is not None:
         recipe = catalog.find(options.recipe)

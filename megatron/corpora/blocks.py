@@ -109,7 +109,7 @@ class CorpusBlock(PipelineStep):
 
         Args:
             data: The documents from the previous block. The first block of a stage ignores it.
-            rank: The number of the task. If each piece has a task, it is the number of the piece.
+            rank: The index of the task. If each piece has a task, it is the index of the piece.
             world_size: The number of tasks.
 
         Returns:
@@ -266,7 +266,7 @@ class GroupFinder(CorpusBlock):
     Args:
         signatures: The folder of the signatures.
         groups: The output folder, which gets an array `[2, documents]` for each piece. Row 0 has
-            the number of each document, and row 1 the number of the first document in its group.
+            the index of each document, and row 1 the index of the first document in its group.
             Documents are numbered across all pieces.
         step: The settings of the signatures.
         pieces: The number of pieces.

@@ -29,7 +29,7 @@ NO_WORDS = np.uint16(0)  # the value in all bins of a document without words, wh
 
 @dataclass(frozen=True)
 class MinHash:
-    """Settings for making and comparing signatures.
+    """Settings for computing and comparing signatures.
 
     With the defaults, 72% of the pairs with similarity 0.5 become candidates, 96% of those with 0.6
     and 99.9% of those with 0.7. The similarity of each candidate pair is then estimated from all

@@ -6,7 +6,7 @@ about 100 MB/s.
 
 A word is a sequence of ASCII letters, digits, underscores and two-byte characters. ASCII letters
 are compared in lower case. A character of three or four bytes (Chinese, Japanese, Korean, Thai,
-...) is a word by itself, because those scripts do not separate words by spaces. Characters from
+...) is a word by itself, because those scripts do not separate words with spaces. Characters from
 U+2000 to U+2FFF (such as dashes and curly quotes) are exceptions: they separate words, like ASCII
 punctuation.
 """

@@ -91,7 +91,7 @@ class RequestPace:
             self._next = max(self._next, time.monotonic() + seconds)
 
     def stop(self) -> None:
-        """Make all current and future calls of `wait` fail."""
+        """Make all current and future calls to `wait` fail."""
         self._stopped.set()
 
 

@@ -154,7 +154,7 @@ def choose_activation(
 
 
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the exact GELU of u = x + bias: u times the normal distribution function at u."""
+    """Return the exact GELU of u = x + bias: u times the standard normal CDF at u."""
     return F.gelu(_add(x, bias))
 
 

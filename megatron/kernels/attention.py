@@ -99,7 +99,7 @@ class AttentionOptions(NamedTuple):
     def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """Return which keys each query sees under `causal` and the window, bool [queries, keys].
 
-        The queries belong to the last tokens.
+        The queries are those of the last tokens.
         """
         visible = torch.ones(queries, keys, dtype=torch.bool, device=device)
         if self.causal:
@@ -107,9 +107,7 @@ class AttentionOptions(NamedTuple):
         return visible if self.window is None else visible.triu(keys - queries - self.window)
 
     def mask_of(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return the mask as a tensor that includes the window and the ALiBi biases.
-
-        If the result is `None`, `causal` applies.
+        """Return the mask, including the window and ALiBi, or `None` if only `causal` applies.
 
         Args:
             query: The queries [s, b, n, d], whose dtype the biases have.
@@ -127,7 +125,7 @@ class AttentionOptions(NamedTuple):
         )
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Return the mask as a tensor that includes the window; if `None`, `causal` applies."""
+        """Return the mask, including the window, or `None` if only `causal` applies."""
         mask = self.mask.mask if isinstance(self.mask, Segments) else self.mask
         if not self.is_limited(keys):
             return mask
@@ -246,7 +244,7 @@ def attention_reference(
         value: The values [keys, b, g, d].
         options: The attention options.
         scale_by_layer: Whether to divide scores by the layer number before they are rounded to 16
-            bits, and to multiply them by this number again in fp32.
+            bits, and then to multiply them by this number in fp32.
         softmax_in_fp32: Whether to compute the softmax in fp32 instead of the dtype of the scores.
 
     Returns:
@@ -328,7 +326,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, options: Attentio
         return attention_reference(query, key, value, options)
     mask = options.mask_of(query, key)
     query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    # Kernels that support a mask or fp32 do not support groups. Copying the keys costs little.
+    # Kernels that support a mask or fp32 do not support grouped queries. Copying keys costs little.
     shares_heads = mask is None and query.dtype != torch.float32
     if not shares_heads:
         key, value = _expand_groups(query, key, value)
@@ -395,7 +393,7 @@ def flash_problem(head_size: int, dtype: torch.dtype, device: torch.device) -> s
 
 
 class _FlashCall(NamedTuple):
-    """The arguments of a call of PyTorch's flash kernel, except queries, keys and values.
+    """The arguments of a call to PyTorch's flash kernel, except queries, keys and values.
 
     PyTorch's public interfaces to this kernel lack windows (`scaled_dot_product_attention`) or
     dropout (`torch.nn.attention.varlen`), and have no gradient for sinks.

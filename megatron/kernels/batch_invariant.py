@@ -1,9 +1,9 @@
-"""Batch-invariant products and attention for fp32 on CPUs: a token gets the same bits in any batch.
+"""Batch-invariant matrix products and attention in fp32 on CPUs.
 
-A library adds the terms of a sum in an order that depends on the sizes of the matrices. Training
-processes all tokens of a text together, and generation one token at a time, so their results differ
-in the last bits. Measurements with MKL (torch 2.11 and 2.13; repeated by
-tests/kernels/test_batch_invariant.py) show:
+The results for a token are bitwise identical in any batch. A library adds the terms of a sum in an
+order that depends on the sizes of the matrices. Training processes all tokens of a text together,
+and generation one token at a time, so their results would differ in the last bits. Measurements
+with MKL (torch 2.11 and 2.13; repeated by tests/kernels/test_batch_invariant.py) show:
 
 - A row of a product has the same bits in any matrix of at least 16 rows. 4 rows suffice on AMD
   processors with AVX2 and AVX-512, but Intel processors with AMX need 5 rows for sums of 96 terms,

@@ -1,13 +1,14 @@
 """Compilation of the CUDA sources next to this file into a cached library of kernels.
 
 Compilation needs NVRTC, which comes with PyTorch, but no GPU, CUDA toolkit or C++ compiler. This
-module does not import torch, so `pip install` can use it. A library is for one GPU architecture.
-Its file name identifies its sources and its content, so a stale or damaged library is never used:
+module does not import torch, so `pip install` can use it. Each library targets one GPU
+architecture. Its file name identifies its sources and its content, so a stale or damaged library is
+never used:
 
     kernels-<architecture>-<digest of sources and flags>-cuda<NVRTC version>-<digest of file>.bin
 
 The file contains a line of JSON and then the compiled code of each source (`join`). It is loaded
-only if no other user can have written it (`read_built`).
+only if no other user could have written it (`read_built`).
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def read_built(path: Path) -> bytes:
     """Return the content of a library, after checking that it is safe to load.
 
     Only this user, root or the owner of this package, all of whom can run code in this process
-    anyway, can have written the file, and its bytes match the digest in its name.
+    anyway, could have written the file, and its bytes match the digest in its name.
 
     Raises:
         OSError: The file is missing or damaged, or another user may have written it.

@@ -62,7 +62,7 @@ class Chunks:
     Attributes:
         starts: The number of tokens of each sequence that are already in the cache.
         sizes: The number of new tokens of each sequence.
-        ends: The cumulative counts over the sequences of new tokens and of all tokens, int32
+        ends: The cumulative numbers, sequence by sequence, of new tokens and of all tokens, int32
             [2, c + 1]. Each row begins with 0.
         slots: The cache slots of all l tokens, sequence by sequence, int64 [l]; `None` if all
             tokens are new.
@@ -89,10 +89,10 @@ class Chunks:
         return self._by_chunk_size[chunk]
 
     def first_tokens(self, before: int) -> Tensor:
-        """Return, for every token, the index in the step of its sequence's first new token.
+        """Return, for every token, the index within the step of its sequence's first new token.
 
         Args:
-            before: The number of tokens in the step that precede those of these sequences.
+            before: The number of tokens in the step that precede the tokens of these sequences.
 
         Returns:
             The indices, int64 [l].

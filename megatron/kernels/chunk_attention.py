@@ -1,4 +1,4 @@
-"""Attention from the new tokens of prompts, in chunks, to all tokens of their sequences."""
+"""Attention from new prompt tokens, processed in chunks, to all tokens of their sequences."""
 
 from __future__ import annotations
 

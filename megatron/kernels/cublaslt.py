@@ -1,4 +1,4 @@
-"""NVIDIA's cuBLASLt, for products that PyTorch does not offer.
+"""NVIDIA's cuBLASLt, for matrix products that PyTorch does not offer.
 
 These are FP8 products that accumulate into their output (`fp8_product.py`), and products in which
 the bits of a row do not depend on the number of rows (`row_product.py`). The library is the one

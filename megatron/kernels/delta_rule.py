@@ -117,7 +117,7 @@ def delta_rule_step(
     query, key = (
         part[0].repeat_interleave(serves, dim=1).unsqueeze(-1) for part in _normalized(query, key)
     )
-    # Sums over a dimension, instead of products, give each sequence the same result in any batch.
+    # Unlike matrix products, sums over a dimension give each sequence the same result in any batch.
     state = decay[0, ..., None, None].exp() * state
     update = rate[0].unsqueeze(-1) * (value[0].to(state.dtype) - (key * state).sum(2))
     state = state + key * update.unsqueeze(2)

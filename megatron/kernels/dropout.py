@@ -36,7 +36,7 @@ class _BiasDropoutAddForward(NamedTuple):
     out: Pointer
     rows: int
     columns: int
-    drop: int  # the number of the 65536 random values that drop an element
+    drop: int  # how many of the 65536 random values drop an element
     x_dtype: int
     w_dtype: int
 

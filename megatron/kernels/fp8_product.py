@@ -75,12 +75,12 @@ reference_product = Fp8Product()
 
 
 def choose_fp8_product(device: torch.device) -> Fp8Product:
-    """Choose the libraries' products on a GPU, and plain PyTorch on other devices."""
+    """Choose `LibraryProduct` on a GPU, and plain PyTorch on other devices."""
     return LibraryProduct() if Device(device).is_gpu else reference_product
 
 
 class LibraryProduct(Fp8Product):
-    """Products by `torch._scaled_mm`, or directly by cuBLASLt if they accumulate into fp32.
+    """Products computed by `torch._scaled_mm`, or by cuBLASLt itself if they accumulate into fp32.
 
     Accumulating within the product saves a pass over memory that would take 58 ms of a 2131 ms step
     of Llama 3 8B (docs/benchmarks.md). The addition is a separate pass if rows have their own

@@ -1,4 +1,4 @@
-"""Rows grouped by expert: their order, the products of each group, and the sums for each token.
+"""Rows grouped by expert: their order, each group's matrix product, and the sums for each token.
 
 A router chooses k experts for each of T tokens. Each choice becomes a row, and rows are sorted by
 expert, so that the rows of an expert are adjacent. The number of rows per expert stays on the
@@ -160,7 +160,7 @@ class Grouping(NamedTuple):
         return torch.searchsorted(self.ends, rows, right=True)
 
     def per_choice(self, rows: Tensor) -> Tensor:
-        """Return the row of each choice, zeros for none: [n, h] -> [T, k, h]."""
+        """Return the row of each choice, or zeros if it has none: [n, h] -> [T, k, h]."""
         if not len(rows):
             return rows.new_zeros(*self.row_of_choice.shape, rows.shape[1])
         absent = (self.row_of_choice < 0).unsqueeze(-1)
@@ -352,7 +352,7 @@ def combine_rows_backward(
 
 
 class GroupedProduct:
-    """The products of experts' rows and weights; in this class, one expert after another.
+    """Matrix products of experts' rows and weights; in this class, one expert after another.
 
     Rows are [n, in], and weights are [experts, out, in]; `ends` is `Grouping.ends`. Results for
     rows without an expert are arbitrary.
@@ -429,7 +429,7 @@ class LibraryGroupedProduct(GroupedProduct):
 
 
 class Fp8GroupedProduct(GroupedProduct):
-    """FP8 products, except for weight gradients.
+    """Grouped products in FP8, except for weight gradients.
 
     Each row of an operand has its own scale, so a token's results do not depend on the other tokens
     of the batch or on the location of its experts. Gradients are also e4m3: grouped products do not
@@ -439,7 +439,7 @@ class Fp8GroupedProduct(GroupedProduct):
 
     Args:
         casts: The implementation of the casts.
-        in_16_bits: The products for weight gradients.
+        in_16_bits: The implementation that computes weight gradients.
     """
 
     def __init__(self, casts: Fp8Casts, in_16_bits: GroupedProduct) -> None:
@@ -506,7 +506,7 @@ def choose_grouped_product(
         device: The device of the weights.
         dtype: The dtype of the weights.
         library: Compiled kernels; `None` means PyTorch's operations.
-        casts: The casts for products in 8 bits; `None` multiplies in `dtype`.
+        casts: The casts for 8-bit products; `None` multiplies in `dtype`.
     """
     in_dtype = GroupedProduct()
     if Device(device).is_gpu and dtype == torch.bfloat16:
@@ -516,7 +516,7 @@ def choose_grouped_product(
 
 @operator("into")
 def take_gradient(library: KernelLibrary, value: Tensor, into: Tensor, accumulate: bool) -> None:
-    """Write a gradient to fp32 memory, or add it to the memory, twice as fast as PyTorch's copy.
+    """Write a gradient to fp32 memory, or add it there, twice as fast as PyTorch's copy.
 
     Args:
         library: Compiled kernels.

@@ -347,9 +347,9 @@ class PagedAttention:
     def _gathered(
         self, keys: Tensor, values: Tensor, singles: Singles, options: AttentionOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys and values [u, g, l, d] by sequence, and which are visible, [u, 1, 1, l].
+        """Return keys and values [u, g, l, d] by sequence, and their visibility, [u, 1, 1, l].
 
-        l is the length of the longest sequence, or of a chunk.
+        l is the upper bound on the lengths or, if smaller, the length of a chunk.
         """
         size, lengths, longest = singles.block_size, singles.lengths[:, None], singles.longest
         starts = torch.zeros_like(lengths)

@@ -100,7 +100,7 @@ def divide_up(a: int, b: int) -> int:
 
 
 def vector_size(kind: str) -> int:
-    """Return the number of elements of a C++ type in 16 bytes."""
+    """Return the number of elements of a C++ type that fit in 16 bytes."""
     return 16 // SIZES[kind]
 
 

@@ -34,7 +34,7 @@ from megatron.device import Device
 _DISTRIBUTION = "fla-core"
 _OLDEST_RELEASE = (0, 6)
 _OLDEST_CAPABILITY = (8, 0)
-_SIZES = 16  # head sizes must be multiples of this, the smallest tile of a product
+_SIZES = 16  # head sizes must be multiples of this, the smallest tile of a matrix product
 _LARGEST_KEY = 256
 _SHORTEST = 64  # the minimum number of tokens; with fewer, the kernels would be tuned again
 _RESET = -64.0  # the logarithm of the decay at the start of a document

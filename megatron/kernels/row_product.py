@@ -1,13 +1,13 @@
-"""Products x W^T in 16 bits, in which the bits of a row do not depend on the number of rows.
+"""16-bit matrix products x W^T in which the bits of a row do not depend on the number of rows.
 
 A library chooses a kernel by the matrix sizes, and the kernel determines the order in which the
-products of a row are added. The last bits of logits, and sometimes the generated words, then depend
-on the other rows of the batch. However, all cuBLASLt kernels of a family add in the same order,
-regardless of their tile sizes. Only the number of parts into which k is split matters (measured on
-an H200: docs/benchmarks/generation.md). Each weight is therefore assigned a family and a number of
-parts, and the fastest of these kernels is used for each number of rows. When a weight's shape is
-first used, the results are tested for equal bits. If they differ, PyTorch computes the product, and
-a warning is logged.
+terms of a result are summed. The last bits of logits, and sometimes the generated words, then
+depend on the other rows of the batch. However, all cuBLASLt kernels of a family sum in the same
+order, regardless of their tile sizes. Only the number of parts into which k is split matters
+(measured on an H200: docs/benchmarks/generation.md). Each weight is therefore assigned a family and
+a number of parts, and the fastest of these kernels is used for each number of rows. When a weight's
+shape is first used, the results are tested for equal bits. If they differ, PyTorch computes the
+product, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelFamily(NamedTuple):
-    """Kernels that add in the same order, so that their results are bitwise equal.
+    """Kernels that sum in the same order, so that their results are bitwise equal.
 
     Attributes:
         kind: The id of the family.
@@ -75,7 +75,7 @@ def choose_row_product(device: torch.device) -> RowProduct | None:
 
 
 class RowProduct:
-    """Products in which a row has the same bits in any batch.
+    """Matrix products in which a row has the same bits in any batch.
 
     Args:
         library: The loaded cuBLASLt library.

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Segments:
-    """A batch of b samples of s tokens, divided into k segments within which tokens attend.
+    """A batch of b samples of s tokens, divided into k segments; no token attends across them.
 
     Attributes:
         ends: 0, and then the end of each segment among the tokens of all samples in order, int32

@@ -52,9 +52,9 @@ class _TensorSums(NamedTuple):
 
 TENSOR_SUMS = Kernel.of("tensor_sums", _TensorSums)
 
-# The number of elements whose squares are added in fp32. A CPU adds them almost one after another,
-# so short rows keep the relative error below 1e-5, while long rows let it reach 1e-2. The sums of
-# rows are added in fp64.
+# The number of elements whose squares are added in fp32. A CPU adds them almost sequentially, so
+# short rows keep the relative error below 1e-5, while long rows let it reach 1e-2. The sums of rows
+# are added in fp64.
 ROW = 2**12
 
 Sums = Callable[[], Tensor]

@@ -1,7 +1,7 @@
-"""Products that accumulate weight gradients directly into a gradient buffer.
+"""Weight gradients that are accumulated directly into a gradient buffer.
 
-Without them, a linear layer or an embedding would write a 16-bit gradient as large as its weight,
-and another pass over memory would add this gradient to the buffer.
+Otherwise, a linear layer or an embedding would write a 16-bit gradient as large as its weight, and
+another pass over memory would add this gradient to the buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.kernels.sources import FLOATS, constant, instance
 class _EmbeddingGradient(NamedTuple):
     """The arguments of kernels that add gradient rows to the rows of a table.
 
-    The gradient rows are radix-sorted by entry first.
+    The gradient rows are first radix-sorted by entry.
     """
 
     entries: Pointer  # [row_count]

@@ -37,7 +37,7 @@ class ParameterGroup:
 def is_decayed(name: str, parameter: nn.Parameter, *, includes_qk_norms: bool = False) -> bool:
     """Return whether weight decay applies to a parameter.
 
-    It applies to matrices and embeddings, but not to biases (of any shape) and 1-D tensors.
+    It applies to matrices and embeddings, but not to biases (of any shape) or 1-D tensors.
 
     Args:
         name: The parameter's name.

@@ -2,7 +2,8 @@
 
 In ZeRO stages 1 and 2 the bucket plan assigns each matrix to one process of the replica axis, which
 stores its momentum and orthogonalizes its update. In stage 3 every process holds some rows of each
-matrix; the rows of an update are sent to one process and come back orthogonalized (`RowExchange`).
+matrix; the rows of an update are sent to one process, which orthogonalizes the update and sends the
+rows back (`RowExchange`).
 --muon-tp-mode determines how matrices that are split over tensor ranks are orthogonalized.
 
 Newton-Schulz iterations orthogonalize matrices with matrix products only. For a matrix X = U S V^T,
@@ -440,7 +441,7 @@ def orthogonalize(
         split_dim: The dimension of a matrix, 0 or 1, that is split over the axis.
         axis: The processes over which matrices are split; `None` if matrices are whole.
     """
-    # Use X^T X or X X^T: the smaller product, or the one that sums over the divided dimension.
+    # Use X^T X or X X^T: the smaller product, or the product that sums over the split dimension.
     is_transposed = x.shape[1] > x.shape[2] if axis is None else split_dim == 0
     x = x.mT if is_transposed else x
     if axis is None:

@@ -423,7 +423,7 @@ class Optimizer:
 
         An update whose norm exceeds `norm_limit` also changes nothing. Collective over the world;
         all ranks agree on the outcome. The gradients are not preserved. The host waits for the
-        device only if offloading copies something.
+        device only with --optimizer-cpu-offload.
 
         Args:
             lr: The learning rate.

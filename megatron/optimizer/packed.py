@@ -1,4 +1,4 @@
-"""Moments and master weights in 16 or 8 bits, and Adam on them.
+"""Moments and master weights in 16 or 8 bits, and Adam updates on them.
 
 An update decodes a piece of these tensors to fp32, computes in fp32, and encodes the result.
 

@@ -110,7 +110,7 @@ class SGD:
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            is_first_step=False,  # momentum starts at zero, so the first step is no special case
+            is_first_step=False,  # momentum starts at zero, so the first step is not special
             grad_scale=step.gradient_scale,
             found_inf=step.found_nonfinite,
         )

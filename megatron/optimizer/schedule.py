@@ -41,8 +41,8 @@ class LearningRateSchedule:
         log_update: The number of samples per update, for a logarithmic warm-up (DeepSpeed's);
             `None` with a linear warm-up.
         step: The length in samples of a step of a range test; `None` with other styles.
-        step_rate: The height of a step in multiples of `minimum`, the first rate; `None` with other
-            styles.
+        step_rate: The height of a step in multiples of `minimum`, the initial rate; `None` with
+            other styles.
         staircase: Whether the rate stays the same within a step.
         exponential: Whether a step multiplies the rate by 1 + `step_rate` instead of adding to it.
     """

@@ -6,7 +6,7 @@
     process   runs one process from its start to its exit code, with its device and layout
     groups    process groups, formed once every device meets the requirements of the run
     ending    errors that end the run on all processes, and requests to exit early
-    crashes   a log of the run's failures, which is used to end crash loops
+    crashes   a log of the run's failures, used to end crash loops
     faults    faults that are injected into a process on purpose
     watchdog  reports why a run hangs, and ends all processes when one hangs or fails
     hang_files  files that record what every rank was doing when the run hung

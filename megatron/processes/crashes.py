@@ -1,4 +1,4 @@
-"""A log of a run's failures, which is used to end crash loops.
+"""A log of a run's failures, used to end crash loops.
 
 torchrun and SLURM restart a run after any failure. If it then fails in the same way at the same
 iteration, further restarts are useless.
@@ -16,7 +16,7 @@ from megatron.errors import CrashLoopError
 from megatron.processes.watchdog import Verdict
 
 FILE = "crashes.json"
-_MAX_FAILURES = 20  # in the file
+_MAX_FAILURES = 20  # the number of failures that the file keeps
 _MAX_BYTES = 2**20
 
 

@@ -31,7 +31,7 @@ _MAX_INTERRUPTS = 3  # pressing Ctrl-C this many times ends the process immediat
 
 
 def report(error: Exception, launch: Launch) -> None:
-    """Print a user's mistake with its remedy, and any other exception with its traceback."""
+    """Print a `UserError` as its message, and any other exception with its traceback."""
     # These errors are the same on all ranks.
     is_same_on_all_ranks = isinstance(error, ConfigError | NumericsError | CrashLoopError)
     prefix = "" if is_same_on_all_ranks or launch.world_size == 1 else f"[rank {launch.rank}] "

@@ -1,8 +1,8 @@
 """Files that record what every rank was doing when a run hung, shown by `megatron health --hang`.
 
 When a run ends because of a hang, one process writes the last state of every rank, and every
-process that still runs writes its own stacks. A stopped process writes nothing, but the files of
-the others show that it is missing.
+process that is still running writes its own stacks. A stopped process writes nothing, but the files
+of the others show that it is missing.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def machine(self) -> range:
-        """The ranks on this machine, or those up to this one if the launcher gives no number."""
+        """The ranks on this machine, or only those up to this rank if their number is unknown."""
         first = self.rank - self.local_rank
         return range(first, first + max(self.local_world_size, self.local_rank + 1))
 
@@ -140,7 +140,7 @@ def _refuse_bare_slurm() -> None:
 
 
 def hide_gpus() -> None:
-    """Hide the GPUs from the programs that this process becomes or starts."""
+    """Hide the GPUs from the programs that this process starts or replaces itself with."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

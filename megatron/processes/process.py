@@ -54,7 +54,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
     launch = Launch()
     try:
         begin_command()
-        launch = Launch(rank=bare_task())  # so that only one of several bare tasks reports errors
+        launch = Launch(rank=bare_task())  # of several unconnected tasks, only one reports errors
         launch = read_launch(use_mpi=asks_for_mpi(arguments))
         return work(launch)
     except KeyboardInterrupt:

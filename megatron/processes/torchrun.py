@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_SAVED_ON_SIGNAL
         return 128 + error.sigval
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one must not change the exit code
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late signal must not change the exit code
     return 0
 
 
 def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
-    """Return the failure of the rank that failed by itself.
+    """Return the failure of the rank that failed on its own.
 
     torchrun then ends the others with SIGTERM, often within the same second, and its time stamps
     are whole seconds.
@@ -97,7 +97,7 @@ def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure:
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Remove torchrun's own traceback from the report that a rank has ended. Keep the report."""
+    """Remove torchrun's own traceback from its log record of a failed rank, and keep the record."""
     record.exc_info = None
     return True
 

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process which has already imported the script's modules.
+"""Ranks forked from a process that has already imported the script's modules.
 
 Importing PyTorch and this package takes seconds, on all cores if a machine has many ranks, and
 would have to be repeated at every restart. Our launcher therefore has Python's fork server import
@@ -34,8 +34,8 @@ _SCRIPT, _MODULE = "script", "module"
 def start_warm(arguments: argparse.Namespace) -> None:
     """Change torchrun's arguments so that ranks are forks of a server, and start the server.
 
-    Nothing changes if the run is not restarted, or if it runs something other than a Python file or
-    module.
+    Nothing changes without --max-restarts, or if torchrun runs something other than a Python file
+    or module.
 
     Args:
         arguments: torchrun's parsed arguments.
@@ -44,7 +44,7 @@ def start_warm(arguments: argparse.Namespace) -> None:
         return
     name, kind = arguments.training_script, _MODULE if arguments.module else _SCRIPT
     source = _source_of(name, kind)
-    if source is None:  # the ranks report this
+    if source is None:  # the ranks will report this
         return
     previous = python_path() or ""
     without_matrix_threads()  # the server must have no threads
@@ -94,7 +94,7 @@ def _imports_of(source: Path) -> list[str]:
     """Return the modules that a file imports before it runs anything."""
     try:
         body = ast.parse(source.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # the ranks report this
+    except (OSError, SyntaxError, ValueError):  # the ranks will report this
         return []
     names = []
     for node in body:
@@ -135,7 +135,7 @@ def _run(kind: str, name: str, folders: str, argv: Sequence[str]) -> None:
 
 
 def _follow_launcher(done: threading.Event) -> None:
-    """Wait for the launcher to end, which nothing else would notice, then end this process.
+    """Wait for the launcher to end, which nothing else would notice, and then end this process.
 
     A rank that is training saves a checkpoint and exits, as on any SIGTERM. torchrun makes a rank
     that has finished wait for all the others.

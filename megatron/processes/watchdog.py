@@ -152,7 +152,7 @@ def explain(
         default=None,
     )
     if not missing and earliest is not None:
-        # All wait: name the ranks that are already past the earliest wait.
+        # If all ranks are waiting, name those that are already past the earliest wait.
         missing = absent_by_rank[earliest]
     missing = missing or silent or frozenset(states.keys() - waiting.keys())
     # One line per set of ranks in the same state, beginning with those not waiting.
@@ -170,7 +170,7 @@ def explain(
 
 
 def waiting_states(states: Mapping[int, State | None], silent: frozenset[int]) -> dict[int, State]:
-    """Return the states of the ranks that are alive and wait for others or for their devices.
+    """Return the states of the ranks that are alive and waiting for others or for their devices.
 
     Args:
         states: The last state of each rank, or `None` for a rank that never published one.

@@ -70,7 +70,7 @@ def find(name: str) -> NamedRun:
 
     Raises:
         CheckpointError: A config.json cannot be read, or its network is not supported.
-        ConfigError: There is no such recipe, or its file has mistakes.
+        ConfigError: There is no such recipe, or its file is invalid.
     """
     if name in names():
         return read(FOLDER / f"{name}.yaml")
@@ -93,7 +93,7 @@ def read(path: Path) -> NamedRun:
     """Read the recipe in a YAML file.
 
     Raises:
-        ConfigError: The file cannot be read, or has mistakes.
+        ConfigError: The file cannot be read, or is invalid.
     """
     findings = Findings()
     values = yaml_file.read(path, findings)
@@ -113,7 +113,7 @@ def as_script(args: Sequence[str]) -> tuple[str, list[str]]:
 
     Raises:
         UserError: Neither a recipe nor the flags of a network are given, several recipes are named,
-            or the recipe has mistakes.
+            or the recipe is invalid.
     """
     given = split(args)
     flags = command_line_of([flag for flag in given if flag.name not in ("", "--gpus")])
@@ -164,7 +164,7 @@ def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None
         processes: The number of processes.
 
     Raises:
-        ConfigError: The flags have mistakes. The message lists all of them.
+        ConfigError: One or more flags are wrong. The message lists all of them.
     """
 
     def stop(_: object) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 _RESERVED = {"iteration", "consumed samples", "time", "event", "expert load", "end of training"}
 _MAX_ITERATIONS = 1 << 48
-# The end of the tag of a loss on held-out data; --multiple-validation-sets adds the name of a set.
+# The suffix of the tag of a held-out loss; --multiple-validation-sets adds the name of a set.
 _HELD_OUT = re.compile(r" (?:validation(?:-\S+)?|test)$")
 _LONGEST_TEXT = 2000  # maximum number of characters of a setting or an event
 

@@ -192,7 +192,7 @@ def _find_in(folder: Path, name: str, *, events: bool) -> list[RunRecords]:
         return [EventFiles(name, folder)] if any(folder.glob(_EVENT_FILES)) else []
     paths = []
     for path in sorted(folder.glob("*.jsonl")):
-        with suppress(OSError, *MALFORMED):  # no metrics: the first line is not such a record
+        with suppress(OSError, *MALFORMED):  # other JSON lines do not begin with a metrics record
             with path.open("rb") as file:
                 History("").add(json.loads(file.readline()))
             paths.append(path)

@@ -399,7 +399,7 @@ class _Merger:
             file.create_dataset("n_written", data=np.array([size], np.uint64))
 
     def _sampled(self, corpus: CorpusChunks, first: int, stop: int) -> NDArray[np.int64]:
-        """Return which of training chunks `first` to `stop - 1` the index is trained on, `[n]`."""
+        """Return those of training chunks `first` to `stop - 1` that train the index, `[n]`."""
         count, total = corpus.n_chunks_sampled, corpus.n_chunks_train
         if self._compatible:
             return np.arange(first, min(stop, count), dtype=np.int64)

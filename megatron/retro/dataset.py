@@ -267,7 +267,7 @@ def build_retro_datasets(
     Args:
         request: The data that the run needs. The working folder's seed replaces the request's.
         model: The network's options, including the length of a chunk.
-        tokenizer: The tokenizer that made the tokens.
+        tokenizer: The tokenizer that produced the tokens.
 
     Raises:
         DataError: The data or a file of the folder is missing or damaged, or they do not match.

@@ -2,8 +2,8 @@
 
 An encoder is either a BERT from any checkpoint that this package can read, or a model of Hugging
 Face transformers. Texts are processed in pieces of many batches. Texts in a piece are sorted by
-length, so batches contain little padding. While the device computes a piece, a thread tokenizes the
-next one.
+length, so batches contain little padding. While the device processes a piece, a thread tokenizes
+the next one.
 
 Megatron-LM 23.08 masks texts before embedding them, as in training, with a seed that depends on the
 text's index in its block. `Masking` reproduces this. By default, texts are embedded unmasked.
@@ -97,7 +97,7 @@ class DecodedChunks(Sequence[str]):
 
     Args:
         tokens: The chunks, `[n, m]`, padded with end-of-document tokens.
-        tokenizer: The tokenizer that made the tokens.
+        tokenizer: The tokenizer that produced the tokens.
         keeps_ends: Whether to write end-of-document tokens into the text. `Embedder` removes
             GPT-2's end-of-document token, so this matters only for other tokenizers and for tokens
             that interrupt the bytes of a character.
@@ -166,7 +166,7 @@ class Embedder(ABC):
         texts, apart from the result.
 
         Args:
-            texts: The texts of a block. A text's index in it determines the masking.
+            texts: The texts of a block. A text's index in the block determines the masking.
         """
         vectors = np.empty((len(texts), self.width), np.float32)
         pending: list[tuple[NDArray[np.int64], Tensor]] = []
@@ -178,7 +178,7 @@ class Embedder(ABC):
 
         for start, piece in self._pieces(texts):
             launched = [(start + indices, values) for indices, values in self._launch(piece)]
-            collect()  # the previous piece, while the device computes this one
+            collect()  # the previous piece, while the device processes this one
             pending.extend(launched)
         collect()
         return vectors

@@ -73,7 +73,7 @@ class ChunkTexts(NamedTuple):
 
     Attributes:
         chunks: The tokens of the chunks.
-        tokenizer: The tokenizer that made the tokens.
+        tokenizer: The tokenizer that produced the tokens.
         compatible: Whether to write end-of-document tokens into texts, as in Megatron-LM.
     """
 
@@ -241,6 +241,8 @@ def add_to_index(
         world: The processes that share the work.
 
     Raises:
+        ConfigError: The vectors have a different width; or the index is complete, and
+            `compatible` reproduces the error with which Megatron-LM then stops.
         DataError: The trained index is missing or does not match.
         StorageError: A file cannot be written.
     """
@@ -285,7 +287,7 @@ def _embed_blocks(
     world: Axis,
 ) -> None:
     """Write the vectors of all missing blocks. Collective."""
-    # Megatron-LM reuses only vectors of BERT-large's width. It computes others again.
+    # Megatron-LM reuses only vectors of BERT-large's width. It recomputes all others.
     width = _MEGATRON_WIDTH if options.compatible else options.width
 
     def contents(block: TableBlock) -> dict[str, DataSet]:
@@ -478,8 +480,8 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
     Args:
         path: The file. It must belong to this user or root, because faiss does not validate files.
         options: The expected index.
-        mapped: Whether to memory-map the entries, so that processes on a machine share them. Types
-            of indexes that do not support this are read into memory.
+        mapped: Whether to memory-map the entries, so that processes on a machine share them. Index
+            types that do not support this are read into memory.
 
     Raises:
         DataError: The file is missing or damaged, or contains a different index.

@@ -138,7 +138,7 @@ class QueryChunks:
         dataset: The samples, from `query_datasets`.
         seq_length: The number of tokens in a sample, not counting the last label.
         chunk_length: The number of tokens in a chunk, m.
-        tokenizer: The tokenizer that made the tokens.
+        tokenizer: The tokenizer that produced the tokens.
         prefixes: The prefixes of the corpora, in the order of the database. If empty, corpora are
             numbered as in the blend and texts contain end-of-document tokens, as in Megatron-LM.
 
@@ -175,7 +175,7 @@ class QueryChunks:
         """Return the tokens of consecutive chunks, `[n, m]`.
 
         Args:
-            chunk_ids: The numbers of the chunks, consecutive and ascending, `[n]`.
+            chunk_ids: The indices of the chunks, consecutive and ascending, `[n]`.
         """
         first, last = (int(chunk_ids[end]) // self.chunks_per_sample for end in (0, -1))
         text = np.stack([self.dataset[sample]["text"] for sample in range(first, last + 1)])

@@ -37,7 +37,7 @@ _FLAGS_OF: Mapping[str, tuple[str, ...]] = {
     ),
     "index": (
         *("bert_embedder_type", "retro_bert_max_chunk_length", "retro_block_size"),
-        "retro_index_nfeats",  # different types of indexes have different folders
+        "retro_index_nfeats",  # different index types have different folders
     ),
     "query": (
         *("retro_gpt_seed", "retro_gpt_seq_length", "retro_gpt_split"),

@@ -51,7 +51,7 @@ _PROGRAMS = {
     "hostfile": ("bash", "install it"),
     "local": ("bash", "install it"),
 }
-# Exit codes of runs that would only fail again.
+# Exit codes of runs that would only fail again if restarted.
 _FATAL_EXIT_CODES = {
     CheckpointError.exit_code: "checkpoint",
     DataError.exit_code: "data",
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
     """Print or write a job file. With --submit, replace this process with sbatch, kubectl or bash.
 
     Raises:
-        ConfigError: The description has mistakes, the output exists and is not a job file, or a
+        ConfigError: The description is invalid, the output exists and is not a job file, or a
             program is missing.
         StorageError: The file cannot be written.
     """
@@ -162,7 +162,7 @@ def render(run: Description, target: str) -> str:
         target: "slurm", "kubernetes", "hostfile" or "local".
 
     Raises:
-        ConfigError: The description has mistakes, or the hostfile cannot be used.
+        ConfigError: The description is invalid, or the hostfile cannot be used.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -274,7 +274,7 @@ def unused_flags(given: Mapping[str, Mapping[str, Any]], target: str) -> list[st
 
 
 def problems_of(run: Description, target: str) -> list[str]:
-    """Return a line for each mistake in a description, with the remedy."""
+    """Return a line for each error in a description, with the remedy."""
     problems = [problem for part in run for problem in bounds_problems(part)]
     problems += _pattern_problems(run)
     if not problems:
@@ -325,7 +325,7 @@ def _command_problems(run: Description, target: str) -> Iterator[str]:
 
 
 def training_problems(job: JobConfig) -> list[str]:
-    """Return the mistakes in the flags of a pretraining run, to find them before the job is queued.
+    """Return the errors in the flags of a pretraining run, to find them before the job is queued.
 
     Nothing is checked if the flags depend on files that this machine does not have.
     """

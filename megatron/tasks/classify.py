@@ -252,7 +252,7 @@ class TextSamples:
 
 
 class Epochs:
-    """A dataset that is shuffled again in every epoch, presented as one long dataset.
+    """A dataset that is reshuffled in every epoch, presented as one long dataset.
 
     Sample k of the training run is a pure function of seed and k.
 

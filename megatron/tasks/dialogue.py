@@ -82,7 +82,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         )
     print_notices(notices, launch)
     if task == "MSDP-PROMPT" and not task_options.api_prompt:
-        if launch.rank == 0:  # find mistakes before any other work
+        if launch.rank == 0:  # report errors before any other work
             _check_files(options, task_options)
         with processes(parsed.config, launch) as (device, layout):
             prompt(parsed, device, layout)
@@ -90,7 +90,7 @@ def run(task: str, arguments: list[str], launch: Launch) -> int:
         _check_files(options, task_options)
         prompts, url = read_prompts(task_options), task_options.megatron_api_url or ""
         with closing(_open_partial_output(task_options)) as output:
-            output.remaining(prompts)  # find mistakes
+            output.remaining(prompts)  # fails if earlier lines belong to other prompts
             output.keep_settings({"--out-seq-length": task_options.out_seq_length})
             for text in prompts[output.done :]:
                 _write(output, text, ask_server(url, task_options.out_seq_length, text))
@@ -161,7 +161,7 @@ def prompt(parsed: ParsedRun, device: Device, layout: Layout) -> None:
     """Load the model and write a line for each dialogue. Collective."""
     _, task_options = parsed.extra
     if layout.world.rank == 0:
-        # Open the output before loading the model, to find mistakes.
+        # Open the output before loading the model, to report errors early.
         with closing(_open_partial_output(task_options)) as output:
             _prompt(parsed, device, layout, output)
         _write_lines(task_options)
@@ -174,7 +174,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, output: SampleFil
     _, task_options = parsed.extra
     prompts = read_prompts(task_options)
     if output is not None:
-        output.remaining(prompts)  # find mistakes before loading the model
+        output.remaining(prompts)  # fails early if earlier lines belong to other prompts
     config = parsed.config
     folder = config.checkpoint.load
     assert folder is not None
@@ -272,7 +272,7 @@ def _write_lines(task_options: DialogueConfig) -> None:
 
 
 def read_prompts(task_options: DialogueConfig) -> list[str]:
-    """Return a prompt for each dialogue: examples, then the beginning of one to complete.
+    """Return a prompt for each dialogue: examples, and then the beginning of one to complete.
 
     Raises:
         ConfigError: NLTK's Punkt, which response prompts need, is not installed.

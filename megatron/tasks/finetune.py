@@ -55,7 +55,7 @@ from megatron.training.step import StepOutcome
 
 
 class FinetuneRecipe(Recipe):
-    """A recipe that trains a classifier with cross entropy, or a regression with squared error.
+    """A recipe that trains a classifier with cross entropy, or a regressor with squared error.
 
     Args:
         target: The class or value to predict.
@@ -212,8 +212,8 @@ class Finetuning(Extras):
         self._valid = valid
         self._epoch_ends = epoch_ends
         self._options = options
-        self._start = 0  # the iteration of the weights, if they are only evaluated
-        self._resumed = 0  # the iteration at which this start of the run continues
+        self._start = 0  # the iteration of the pretrained weights, if they are only evaluated
+        self._resumed = 0  # the iteration from which the run resumed; 0 for a new run
         self._best: float | None = None  # the score of the best weights, once it is known
         self.last: TaskEvaluation | None = None
 
@@ -423,13 +423,13 @@ def _load_pretrained(run: Run, folder: str, new_layers: Sequence[str]) -> int:
 def _best_score(root: Path, scores: Sequence[str], resumed: int) -> float:
     """Return the score of the weights in `root`, or -2 (below any score) if there are none.
 
-    Weights of later iterations than the run's own do not count: another run left them, or this run
-    has gone back.
+    Weights from an iteration after `resumed` do not count: another run left them, or this run has
+    resumed from an earlier checkpoint.
 
     Args:
         root: The folder of the best weights.
         scores: The names of the metrics that make up the score.
-        resumed: The iteration at which the run continues, or 0 if it is a new run.
+        resumed: The iteration from which the run resumed, or 0 if it is a new run.
     """
     record = read_results(root / _RECORD)
     score, iteration = record.get("score"), record.get("iteration")

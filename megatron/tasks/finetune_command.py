@@ -107,7 +107,7 @@ def run_finetuning(
     started: float,
     build: Callable[[int], tuple[RunConfig, Recipe, Extras]],
 ) -> int:
-    """Prepare and run a finetuning, and return the exit code. Collective.
+    """Prepare and run finetuning, and return the exit code. Collective.
 
     Args:
         parsed: The command line, with the task's and the finetuning's flags first.

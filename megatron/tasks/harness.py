@@ -208,7 +208,8 @@ class GenerationRequest:
     """A prompt and the settings for its continuation.
 
     Attributes:
-        prompt: The token ids of the prompt, cut at the front if it does not fit the window.
+        prompt: The token ids of the prompt. Its start is dropped if prompt and new tokens do not
+            fit in the window.
         max_new_tokens: The maximum number of tokens to generate.
         until: Stop sequences, which are not part of the answer.
         temperature: The sampling temperature. 0 always selects the most likely token.

@@ -45,7 +45,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the token ids of a text, without a start token if not `add_special_tokens`."""
+        """Return the token ids of a text; `add_special_tokens=False` omits the start token."""
         ids = self._tokenizer.tokenize_unterminated(string)
         return ids[len(self._start) :] if add_special_tokens is False else ids
 
@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each whole text, given as much context as fits a window."""
+        """Return the log-probability of each whole text, using as much context as fits a window."""
         samples, owners = [], []
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)

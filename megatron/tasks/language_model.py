@@ -199,7 +199,7 @@ def prepare_lambada(
 
 
 def last_window(context: Sequence[int], target: Sequence[int], window: int) -> Sample:
-    """Return a sample that scores `target` after as much of `context` as fits the window.
+    """Return a sample that scores `target` after as much of `context` as fits in the window.
 
     If the target is longer than the window, only its end is scored.
     """
@@ -218,7 +218,7 @@ def encode_pair(
     context_ids = tokenizer.tokenize_unterminated(context)
     ids = tokenizer.tokenize_unterminated(context + continuation)
     if ids[: len(context_ids)] != context_ids:
-        # A token across the boundary belongs to the continuation.
+        # A token that spans the boundary belongs to the continuation.
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(context_ids, ids, strict=False))
         context_ids = [token for token, _ in pairs]
     return context_ids, ids[len(context_ids) :]

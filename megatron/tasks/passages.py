@@ -135,7 +135,7 @@ def pad_texts(
     length: int,
     shape: tuple[int, int] | None = None,
 ) -> PaddedTexts:
-    """Put texts between [CLS] and [SEP], cut them to `length` tokens and pad them.
+    """Put texts between [CLS] and [SEP], truncate them to `length` tokens and pad them.
 
     Args:
         texts: The token ids of the texts.

@@ -91,7 +91,7 @@ def flags_of_other_tasks(task: str) -> dict[str, str]:
 
 
 def find_task(arguments: Sequence[str]) -> str:
-    """Return the task that the command line names by --task (the last one counts) or an old flag.
+    """Return the task that --task (its last occurrence) or an old flag names.
 
     Raises:
         ConfigError: The task is missing or unknown, or an old flag names a different task.

@@ -19,7 +19,7 @@ def find_missing(flag: str, paths: Iterable[str] | None) -> Iterator[str]:
 
 
 def find_mistakes(options: TaskConfig) -> Iterator[str]:
-    """Yield an error message for each mistake in the flags that all tasks share."""
+    """Yield a message for each error in the flags that all tasks share."""
     yield from find_missing("--valid-data", options.valid_data)
     seen: set[Path] = set()
     for path in options.valid_data or ():

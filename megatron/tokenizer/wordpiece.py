@@ -1,6 +1,6 @@
 """Tokenizers that match the longest vocabulary entry: BERT's WordPiece and Yuan's tokenizer.
 
-Before matching, BERT's tokenizer splits a text at spaces and punctuation, and the tokenizer of the
+Before matching, BERT's tokenizer splits a text on spaces and punctuation, and the tokenizer of the
 Chinese Yuan models segments it with jieba.
 """
 

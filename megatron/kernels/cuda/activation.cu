@@ -33,7 +33,7 @@ __device__ __forceinline__ float sigmoid(float x) {
 }
 
 struct Normal {
-  float below, density;  // the distribution function, and its slope times sqrt(2 pi)
+  float below, density;  // the CDF, and the density times sqrt(2 pi)
 };
 
 // The fast version is Abramowitz and Stegun 7.1.26 (error 7.5e-8), which contains the density.

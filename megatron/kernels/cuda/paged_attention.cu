@@ -1,7 +1,8 @@
 // Attention of one new token per sequence over a key-value cache in blocks, in 16 bits on tensor
-// cores. In a product, keys are the rows and the heads that share a key are the columns, so a key
-// is read once for all of these heads, from memory directly into the product's registers. This
-// works because channels may be summed in any order and values may be in any row of the result.
+// cores. In a matrix product, keys are the rows and the heads that share a key are the columns, so
+// a key is read once for all of these heads, from memory directly into the product's registers.
+// This works because channels may be summed in any order and values may be in any row of the
+// result.
 #include "paged_attention.cuh"
 #include "tensor_cores.cuh"
 

@@ -1,5 +1,5 @@
-// Splits the fused product of queries, keys and values into heads and rotates queries and keys, in
-// one pass. Backward gathers the three gradients and rotates them back, also in one pass.
+// Splits the fused projection to queries, keys and values into heads and rotates queries and keys,
+// in one pass. Backward gathers the three gradients and rotates them back, also in one pass.
 #include "amax.cuh"
 
 // Heads [s, b, n, d] with any strides, in elements; the stride of d is 1.

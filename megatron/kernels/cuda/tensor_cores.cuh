@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t transposed(uint32_t x) {
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
-#else  // in the tests' emulator, the same by shuffles
+#else  // in the tests' emulator, the same with shuffles
 template <typename T>
 void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], T) {
   const int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
