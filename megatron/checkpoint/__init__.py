@@ -22,7 +22,7 @@ Reading:
     reader         the `Reader` interface of all formats; the native reader; `restore`
     meta           the types of a checkpoint's metadata
     merged         a checkpoint read with its adapters merged, or with averaged weights
-    loading        open the newest sound checkpoint of a folder, in any format
+    loading        open the newest intact checkpoint of a folder, in any format
     compatibility  whether a checkpoint fits the run's network and optimizer
     inspection     describe and compare checkpoints
 Other formats:

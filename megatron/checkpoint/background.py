@@ -126,7 +126,7 @@ class BackgroundSaver:
 
         Args:
             root: Folder of checkpoints.
-            entries: This rank's tensors. A save with other names, dtypes or boxes is planned anew.
+            entries: This rank's tensors. A save with other names, dtypes or boxes is replanned.
             layout: The layout of the ranks that take part.
             thread_layout: The same ranks with process groups for the thread (`Layout.for_thread`).
             device: Device of the tensors.

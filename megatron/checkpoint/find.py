@@ -49,7 +49,7 @@ _MARKS = {
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint that looks complete. Only opening it shows whether it is sound.
+    """A checkpoint that looks complete. Only opening it shows whether it is intact.
 
     Attributes:
         format: "native", "legacy" (Megatron-LM's torch files), "core" (Megatron Core's

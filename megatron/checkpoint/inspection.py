@@ -114,7 +114,7 @@ def summarize(
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Returns:
-        The lines of the description, and whether all checkpoints are sound and the tracker names
+        The lines of the description, and whether all checkpoints are intact and the tracker names
         one of them.
 
     Raises:

@@ -29,7 +29,7 @@ def open_checkpoint(
     layout: Layout | None = None,
     allow_foreign: bool = False,
 ) -> Reader | None:
-    """Open the first sound checkpoint of `find.list_checkpoints`, or return None if there is none.
+    """Open the first intact checkpoint of `find.list_checkpoints`, or return None if there is none.
 
     If `root` is a checkpoint's own folder (`iter_0000100`), or `step` is given, only that
     checkpoint is tried. With a layout, this is collective: the ranks share the verification and
@@ -218,7 +218,7 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
     """Open the checkpoint at a path.
 
     Args:
-        path: A folder of checkpoints (the newest sound one is opened), a single checkpoint
+        path: A folder of checkpoints (the newest intact one is opened), a single checkpoint
             (`iter_0000100`), or a Hugging Face folder.
         verify: Verify digests. Hugging Face files have none.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).

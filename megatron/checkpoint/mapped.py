@@ -47,7 +47,7 @@ class MappedFile:
             with open_trusted(path, allow_foreign=allow_foreign) as file:
                 status = os.fstat(file.fileno())
                 self.size, self._identity = status.st_size, (status.st_dev, status.st_ino)
-                # Map the open file rather than its path, privately like safetensors.
+                # Map the open file rather than its path, as a private mapping like safetensors'.
                 name = f"/proc/self/fd/{file.fileno()}"
                 self._bytes = torch.from_file(name, size=self.size, dtype=torch.uint8)
         except OSError as error:

@@ -178,7 +178,7 @@ class NonPersistentStore:
         return failure
 
     def open_newest(self, after: int) -> NativeReader | None:
-        """Open the newest sound checkpoint of an iteration after `after`, or return None.
+        """Open the newest intact checkpoint of an iteration after `after`, or return None.
 
         Files that a machine lacks are copied to it, and all files are verified. Checkpoints that
         cannot be used are skipped with a warning.

@@ -185,7 +185,7 @@ def write_folder(
             prune(root, find.iteration_of(folder), keep, previous)
         except OSError as error:  # the new checkpoint is safe: this costs only disk space
             warn(f"{error.filename or root}: an old checkpoint was not deleted: {error.strerror}")
-        except CheckpointError as error:  # do not fail on rank 0 only while others continue
+        except CheckpointError as error:  # do not fail on rank 0 while others continue
             warn(f"{error}: old checkpoints were not deleted")
     return root / folder
 

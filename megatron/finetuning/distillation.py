@@ -119,7 +119,14 @@ class LearningRecipe(Recipe, Protocol):
     def inputs(
         self, batch: Batch, config: RunConfig, tokenizer: Tokenizer, layout: Layout
     ) -> GPTInputs:
-        """Return the part of a micro-batch that a GPT model reads on this context rank."""
+        """Return the part of a micro-batch that a GPT model reads on this context rank.
+
+        Args:
+            batch: The micro-batch, with whole sequences.
+            config: The run's configuration.
+            tokenizer: The run's tokenizer.
+            layout: The ranks of this process.
+        """
 
 
 class Distillation(Extras):

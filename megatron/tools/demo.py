@@ -199,7 +199,17 @@ def processes() -> tuple[int, bool]:
 def training_command(
     kind: Kind, out: Path, prefix: Path, split: str, iterations: int, count: int, gpu: bool
 ) -> list[str]:
-    """Return the training command: the launcher, the model's script and all its flags."""
+    """Return the training command: the launcher, the model's script and all its flags.
+
+    Args:
+        kind: The demo.
+        out: The demo's folder.
+        prefix: The prefix of the dataset.
+        split: The value of --split.
+        iterations: The number of updates.
+        count: The number of processes.
+        gpu: Whether the processes use GPUs.
+    """
     micro_batch = max(1, kind.global_batch // count)
     return [
         *"python -m megatron.processes.torchrun --standalone".split(),
@@ -253,7 +263,15 @@ def describe_validation(dataset: Any, first: int, tokenizer_file: Path) -> Valid
 
 
 def report(kind: Kind, out: Path, validation: Validation, loss: float, seconds: float) -> None:
-    """Print the result, and suggest what to do next."""
+    """Print the result, and suggest what to do next.
+
+    Args:
+        kind: The demo.
+        out: The demo's folder.
+        validation: Statistics of the validation documents.
+        loss: The last validation loss, in nats per token.
+        seconds: The duration of the demo.
+    """
     entropy, checkpoints = validation.entropy, out / "checkpoints"
     unit = "masked token" if kind.sentences else "token"
     untrained = ""
@@ -313,7 +331,14 @@ def prepare(kind: Kind, out: Path, source: Path | None) -> Path:
 
 
 def demo(kind: Kind, out: Path, source: Path | None, iterations: int) -> None:
-    """Run all the steps and report the result."""
+    """Run all the steps and report the result.
+
+    Args:
+        kind: The demo.
+        out: An empty folder for everything that the demo writes.
+        source: The text to train on, or `None` for the source of the standard library.
+        iterations: The number of updates.
+    """
     start = time.perf_counter()
     prefix = prepare(kind, out, source)
     from megatron.data.indexed import IndexedDataset

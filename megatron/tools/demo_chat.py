@@ -89,7 +89,14 @@ def conversations(count: int) -> list[dict[str, Any]]:
 
 
 def finetuning_command(out: Path, iterations: int, count: int, gpu: bool) -> list[str]:
-    """Return the command that finetunes the pretrained GPT on the conversations."""
+    """Return the command that finetunes the pretrained GPT on the conversations.
+
+    Args:
+        out: The demo's folder.
+        iterations: The number of updates.
+        count: The number of processes.
+        gpu: Whether the processes use GPUs.
+    """
     kind = KINDS["gpt"]
     interval = max(1, iterations // 4)
     micro_batch = max(1, kind.global_batch // count)

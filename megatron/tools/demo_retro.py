@@ -27,7 +27,7 @@ _WORDS, _PASSAGE, _QUOTES = 128, 64, 3  # different words; words per passage; qu
 _CHUNK, _LENGTH, _BATCH = 8, 128, 8
 _SHARE = 20  # one in this many documents is for validation
 _EVALUATIONS, _EVAL_ITERS = 4, 20
-# Random words have no grammar, so recognizing chunks of equal words needs little training.
+# Random words have no grammar, so recognizing chunks with the same words needs little training.
 _BERT = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 16 --train-iters 100 --eval-interval 100 "

@@ -154,7 +154,16 @@ def draw(
     entropy: float | None,
     unit: str = _LOSS_UNIT,
 ) -> None:
-    """Draw the curves to an image file, with `entropy` (nats per token) as a dashed line."""
+    """Draw training and validation curves to an image file.
+
+    Args:
+        training: The values of the training curve.
+        validation: The values of the validation curve.
+        output: The image file.
+        title: The title of the figure.
+        entropy: The unigram entropy in nats per token, drawn as a dashed line, or `None`.
+        unit: The label of the vertical axis.
+    """
     with _figure(output, title=title, unit=unit, dpi=200) as axes:
         label = "training, each logged value"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.3, lw=1, label=label)

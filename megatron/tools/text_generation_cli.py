@@ -149,8 +149,8 @@ class Server:
         with contextlib.closing(connection):
             try:
                 connection.request(method, path, data, self._headers)
-                # A response without a length keeps the connection open, so the connection is also
-                # closed.
+                # A response without a length leaves the connection open, so close the connection
+                # too.
                 with connection.getresponse() as response:
                     if response.status != http.HTTPStatus.OK:
                         raise UserError(f"{where}: {_message(response)}")

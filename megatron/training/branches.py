@@ -23,7 +23,7 @@ def open_trunk(config: RunConfig, root: Path, layout: Layout) -> Reader:
         layout: The grid of processes as this process sees it.
 
     Raises:
-        CheckpointError: The folder contains no valid checkpoint.
+        CheckpointError: The folder contains no intact checkpoint.
     """
     reader = open_root(
         root,

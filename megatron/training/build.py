@@ -132,7 +132,7 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
     )
     if reader is not None:
         restoring.restore_run(run, reader)
-    # Otherwise processes forked later would keep the checkpoint from being deleted.
+    # Processes forked later would inherit the reader and keep the checkpoint from being deleted.
     del reader
     if not training.skip_train:
         if run.datasets.train is None:
@@ -219,7 +219,15 @@ def _check_saves(config: RunConfig, layout: Layout, start: int, end: int) -> Non
 def without_epochs(
     config: RunConfig, recipe: Recipe, batches: BatchPlan, tokenizer: Tokenizer, layout: Layout
 ) -> RunConfig:
-    """Return the configuration with --train-epochs converted to iterations. Collective."""
+    """Return the configuration with --train-epochs converted to iterations. Collective.
+
+    Args:
+        config: The run's configuration.
+        recipe: The recipe, which determines the number of samples in an epoch.
+        batches: The plan of the run's batches.
+        tokenizer: The run's tokenizer.
+        layout: The grid of processes as this process sees it.
+    """
     if config.finetuning.train_epochs is None:
         return config
     assert isinstance(recipe, CountsEpochs), "a rule refuses --train-epochs"
@@ -252,8 +260,8 @@ def parallelize(
     plan = model_plan(config.model, vocabulary, recipe.head)
     local_parts = parts_of_stage(plan_model(config.model, parallel), pipeline.rank, pipeline.size)
 
-    # 1. Exchanges: one overlaps tensor-parallel communication with the products of split layers,
-    #    the other sends tokens to experts and back.
+    # 1. Exchanges: one overlaps tensor-parallel communication with the matrix products of split
+    #    layers, the other sends tokens to experts and back.
     exchange = new_exchange(config, layout, device, recipe.head.sequences)
     expert_exchange = new_expert_exchange(config, plan, layout, device)
 
@@ -272,7 +280,7 @@ def parallelize(
     )
     parts = [recipe.build_part(config, context, vocabulary, part) for part in local_parts]
 
-    # 3. Ties within this process: parts share the tables that they have in common.
+    # 3. Ties within this process: parts share the embedding tables that they have in common.
     share_tables(parts)
     check_frozen(parts, config.model, layout, device.torch_device)
 
@@ -457,7 +465,7 @@ def _initialize(
         for _, parameter in named_parameters:
             part, dtype = gradients.part(parameter), gradients.compute_dtype(parameter)
             if not parameter.requires_grad and part.dtype != dtype:
-                part.copy_(part.to(dtype))  # as a checkpoint will contain it
+                part.copy_(part.to(dtype))  # rounded as in a checkpoint
     else:
         initialize(named_parameters, seed)
     initialize_adapters(parts)

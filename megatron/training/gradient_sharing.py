@@ -151,7 +151,7 @@ def new_gradient_buffer(
         tensor={"data": layout.tensor, "expert_data": layout.expert_tensor},
         overlap=config.parallel.overlap_grad_reduce,
     )
-    # PyTorch's data parallelism waits for gradients from autograd.
+    # PyTorch's data parallelism expects gradients from autograd, not from fused accumulation.
     if config.precision.gradient_accumulation_fusion and not is_torch:
         layers.bind_slots(gradients)
     return gradients

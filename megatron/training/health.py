@@ -32,7 +32,7 @@ from megatron.parallel.layout import Layout
 from megatron.processes.watchdog import ranks_text
 from megatron.training.timers import ReadyClock
 
-_SECONDS = 0.4  # the time for measuring each speed of a device
+_SECONDS = 0.4  # time spent measuring each speed of a device
 _REPEATS = 10  # the number of repetitions of each message
 _MAX_CLOCK_SECONDS = 1.0  # maximum difference between clocks; rendezvous fails at 15 s
 _DISK_BYTES = 16 << 20

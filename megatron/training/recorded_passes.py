@@ -160,7 +160,7 @@ class RecordedPasses:
             self._can_record = False
             return None
         finally:
-            self._forget()  # what the pass left is in the memory of the recording
+            self._forget()  # tensors left by the pass are in the recording's memory
 
 
 class _Replay(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 An update is suspicious if its loss or gradients are not finite, or if it is a spike (`--on-spike`).
 Such an update is not applied, so its passes can run again with the same samples, weights and
-dropout. If the results differ, a machine had a transient fault. If they are the same, the cause is
+dropout. If the results differ, there was a transient fault. If they are the same, the cause is
 the data, or a machine that makes the same error every time.
 
 Each rank also records a fingerprint of the output of each pass, and of each bucket of its own
@@ -108,7 +108,7 @@ class Reruns:
         exact = run.config.training.deterministic_mode or not run.device.is_gpu
         self._tolerance = 0.0 if exact else _TOLERANCE
         self._hosts: list[str] = JsonExchange(run.layout.world).gather(platform.node())
-        # PyTorch averages gradients itself, so this rank's own gradients are not available.
+        # With PyTorch's DDP, only averaged gradients are available, not this rank's own.
         buffer, is_own_buffer = run.gradients, run.config.parallel.ddp_impl == "local"
         self._buffer = buffer if is_own_buffer and isinstance(buffer, GradientBuffer) else None
         self._first_losses: dict[str, float] = {}
@@ -127,7 +127,7 @@ class Reruns:
         return [s.bias for s in self._run.layers.routers.states if s.bias is not None]
 
     def _pop_fingerprints(self) -> list[Tensor]:
-        """Return the fingerprints of this rank's gradients, and start recording anew."""
+        """Return the fingerprints of this rank's gradients, and start recording again."""
         return [] if self._buffer is None else self._buffer.pop_fingerprints()
 
     def is_suspicious(self, result: StepResult) -> bool:
@@ -186,7 +186,7 @@ class Reruns:
         """Run the passes again, and return them with their losses and gradient norm."""
         run = self._run
         with self._earlier_biases():
-            run.layers.routers.pop_losses()  # what the passes of the next update have recorded
+            run.layers.routers.pop_losses()  # those recorded by the next update's passes
             run.gradients.zero()
             run.forward.begin_update()
             second = self._passes.repeated(lambda loss: loss * self._scale.value)

@@ -188,7 +188,7 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     saved = reader.meta["config"]["model"]
     model = from_dict({"model": saved}, str(reader.path)).model
     network = {f"model.{name}": getattr(model, name) for name in NETWORK_FIELDS if name in saved}
-    if saved.get("lora_rank") is None:  # flags may give it adapters
+    if saved.get("lora_rank") is None:  # the flags may add adapters
         network = {path: v for path, v in network.items() if path[6:] not in ADAPTER_FIELDS}
     if saved.get("position_embedding_type") == "relative":
         del network["model.max_position_embeddings"]  # relative positions work at any length
@@ -388,7 +388,7 @@ def _history_from(run: Run, reader: Reader) -> State:
     own_state, saved_names = history_state(run), set(reader.names())
     if not saved_names.issuperset(own_state):
         scope = "" if saved_names.isdisjoint(own_state) else " of layers that were in 16 bits"
-        if run.layout.replica.rank == run.layout.tensor.rank == 0:  # in each pipeline stage
+        if run.layout.replica.rank == run.layout.tensor.rank == 0:  # once per pipeline stage
             print_line(
                 f"  the checkpoint holds no fp8 history{scope}: the first iteration uses current "
                 "scales"

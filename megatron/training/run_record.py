@@ -88,7 +88,7 @@ def store_of(config: RunConfig, layout: Layout) -> NonPersistentStore | None:
 def open_newest(
     config: RunConfig, layout: Layout, open_durable: Callable[[], Reader | None]
 ) -> Reader | None:
-    """Open the newest valid checkpoint, durable or non-persistent, from which a run can resume.
+    """Open the newest intact checkpoint, durable or non-persistent, from which a run can resume.
 
     Collective. Non-persistent checkpoints are ignored if the run does not resume from its own
     --save folder, or if the tracker was set back to an older checkpoint.

@@ -155,7 +155,7 @@ class Updates:
         journal.enter("end of the iteration")
         result = reader.wait()
         if not all(map(math.isfinite, result.losses.values())):
-            # The loss scale cannot be the reason.
+            # The loss itself is not finite, so the loss scale is not the cause.
             result = replace(result, found_nonfinite=True, overflow=False)
         if result.applied:
             progress.scheduled_samples += samples
@@ -252,7 +252,7 @@ def _next_passes(run: Run) -> Passes:
     """Return the passes of the update that follows the consumed samples, with fresh gradients."""
     consumed = run.progress.consumed_samples
     for part in run.parts:
-        if not part.training:  # 0.9 ms for the 400 modules of 32 layers, and seldom needed
+        if not part.training:  # 0.9 ms for the 400 modules of 32 layers, and rarely needed
             part.train()
     run.gradients.zero()
     run.forward.begin_update()

@@ -222,7 +222,7 @@ class LegacyReader(Reader):
     def _locate(self, name: str, parts: list[_Part]) -> list[RankPart]:
         """Return a tensor's shards, sorted by their offset in the whole tensor."""
         experts = 1 + max(-1 if expert is None else expert for *_, expert in parts)  # per file
-        if not experts:  # all ranks of the experts have the same values
+        if not experts:  # all expert-parallel ranks have the same values
             parts = [part for part in parts if not part[0].expert_rank]
         if len(parts) != self._tensor_size * (experts * self._expert_size or 1):
             raise CheckpointError(

@@ -166,7 +166,7 @@ def _text_entries(source: SourceModel, options: argparse.Namespace) -> int | Non
         return None
     try:
         return build_tokenizer(tokenizer).text_vocab_size
-    except UserError:  # its files no longer exist here
+    except UserError:  # the tokenizer's files cannot be read
         return None
 
 
@@ -417,7 +417,7 @@ def _entries(config: TokenizerConfig) -> int | None:
 def _entries_or_none(config: TokenizerConfig) -> int | None:
     try:
         return _entries(config)
-    except UserError:  # its files no longer exist here
+    except UserError:  # the tokenizer's files cannot be read
         return None
 
 
@@ -545,7 +545,7 @@ def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
     try:
         settings = json.loads(companions[files.GENERATION_CONFIG])
     except ValueError:
-        return  # the model's own file, which is copied unchanged
+        return  # not JSON: the model's own file is copied unchanged
     if not isinstance(settings, dict):
         return
     eos_ids = settings.get("eos_token_id")
@@ -622,7 +622,7 @@ def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | N
     config = source.config.tokenizer if given == TokenizerConfig() else given
     try:
         tokenizer = build_tokenizer(config) if config.tokenizer_type else None
-    except UserError:  # its files no longer exist here
+    except UserError:  # the tokenizer's files cannot be read
         tokenizer = None
     keys = {"bos_token_id": "bos", "eos_token_id": "eod", "pad_token_id": "pad"}
     special_ids = {

@@ -19,7 +19,7 @@ from megatron.training.restoring import rewind_run
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 
-_SHOWN_IDS = 64  # in a message
+_SHOWN_IDS = 64  # sample ids in a message
 
 
 @dataclass(frozen=True)

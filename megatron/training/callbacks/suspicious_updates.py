@@ -44,7 +44,7 @@ class _Suspicion:
 class SuspiciousUpdates(Callback):
     """A callback that acts on the result of a second computation, as Megatron Core does.
 
-    If the two results differ, a machine had a transient fault. The run saves the state before the
+    If the two results differ, there was a transient fault. The run saves the state before the
     update and exits with code 17. If the results are the same, the cause is the data, or a machine
     that makes the same error every time. Unless the flags skip the update anyway, the run then
     saves and exits with code 16, so that other machines can compute the update. Their result shows
@@ -68,7 +68,7 @@ class SuspiciousUpdates(Callback):
         """Report the second computation, if any, and end the run if its result requires that.
 
         Raises:
-            TransientFaultError: A machine had a transient fault.
+            TransientFaultError: The two results differ.
             SuspiciousResultError: Other machines must compute the update to show whether a machine
                 or the data is at fault.
         """
