@@ -39,8 +39,8 @@ class AdapterOptions:
             output layer and routers get one only if `output_layer` and `router` are among the
             patterns.
         frozen_weights_dtype: Store the frozen weights of linear layers in 8 bits (fp8) or 4 bits
-            (nf4) and train adapters (QLoRA). Matrix products convert them to the number format of
-            the other weights.
+            (nf4) and train adapters (QLoRA). Matrix products convert the frozen weights to the
+            number format of the other weights.
         load_adapter: Folder of an adapter to start from, written by PEFT or by `--saver peft`.
             --load names the model that the adapter was trained for.
         use_rslora: Multiply adapters' outputs by --lora-alpha / sqrt(--lora-rank) (rsLoRA).

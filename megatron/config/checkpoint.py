@@ -70,8 +70,8 @@ class CheckpointConfig:
             can load, or torch_dist or torch for files that Megatron Core can load with the same
             flag. All of them can be read.
         transformer_impl: Layer implementation of the Megatron Core run that will load a torch_dist
-            or torch checkpoint. Implementations name a few parameters differently. Layers in this
-            package are always the same.
+            or torch checkpoint. Implementations name a few parameters differently. The layers
+            of this package do not depend on the flag.
         save_interval_in_mins: Time between checkpoints. With --save-interval, a checkpoint is
             written whenever either is due.
         async_save: Write checkpoints in the background. Training continues while the state is

@@ -32,7 +32,7 @@ _MAX_BYTES = 2**20
 _MAX_DIGITS = 100
 _TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")(\s*:)?|[{}]')
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-_RANGE_TEST = ("min_lr", "step_size", "step_rate", "staircase")  # after lr_range_test_
+_RANGE_TEST = ("min_lr", "step_size", "step_rate", "staircase")  # preceded by lr_range_test_
 _DECAYS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _STEPS = "gradient_accumulation_steps"
 # Keys whose values are copied to a field.
@@ -284,7 +284,7 @@ class _Translation:
     findings: Findings
 
     def settings(self) -> Iterator[_Setting]:
-        """Yield what the keys set: the key, "section.field", and the value as in YAML.
+        """Yield each setting of the keys: the key, "section.field", and the value as in YAML.
 
         The value is `None` if the file leaves it to the flags.
         """

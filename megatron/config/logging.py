@@ -1,4 +1,4 @@
-"""Options for what a run reports: log lines, TensorBoard, Weights & Biases, timers, profiles."""
+"""Options for the reports of a run: log lines, TensorBoard, Weights & Biases, timers, profiles."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ class ParallelOptions:
             must be on one machine.
         overlap_moe_expert_parallel_comm: Exchange the tokens of one half of a micro-batch with the
             experts' processes while the experts compute the other half. This pays off where
-            messages are slow, as between machines. Megatron Core overlaps two micro-batches.
+            communication is slow, for example between machines. Megatron Core overlaps two
+            micro-batches.
         distribute_saved_activations: With --recompute-granularity full, split the saved layer
             inputs among tensor-parallel processes.
         use_tp_pp_dp_mapping: Number the ranks with pipeline stages before data-parallel copies

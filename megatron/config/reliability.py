@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[str, ...] | None] = {
     "full": ("save",),
 }
 _DELAYED = ("kill", "stop", "exit")
-_EVERY = "all"  # attempts
+_EVERY = "all"  # the word for every attempt
 _FORM = "POINT:RANK:STEP:KIND"
 _KIND = re.compile(r"([a-z]+)(?:=([0-9]*\.?[0-9]+)(x)?)?(?:@([0-9]{1,9}|all))?")
 _SLOW_SECONDS = 1.0

@@ -156,8 +156,8 @@ class RetroIndexConfig:
         retro_index_delete_training_embeddings: Delete the embeddings of the training chunks once
             the index is trained.
         retro_index_delete_added_codes: Delete the codes of the chunks once they are in the index.
-        retro_query_ef_search: Candidates that HNSW considers in a search.
-        retro_query_nprobe: Lists of the index that a search visits.
+        retro_query_ef_search: Number of candidates that HNSW considers in a search.
+        retro_query_nprobe: Number of index lists that a search visits.
         retro_query_num_neighbors_query: Number of neighbors to search for.
         retro_query_num_neighbors_save: Number of neighbors to keep.
     """

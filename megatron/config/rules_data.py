@@ -35,7 +35,7 @@ def _given(data: DataOptions) -> dict[str, tuple[str, ...]]:
 
 
 def _flag_source(data: DataOptions, field: str) -> str:
-    """Return what names the corpora of a field, for messages: a flag, or a flag and its file."""
+    """Return the source of a field's corpora, for messages: a flag, or a flag and its file."""
     flag, file = "--data-args-path", data.data_args_path
     if field != "data_path":
         flag, file = "--per-split-data-args-path", data.per_split_data_args_path
