@@ -237,7 +237,7 @@ def _measure_search(options: argparse.Namespace, device: Any) -> None:
         vectors = draw(options.queries)
         for nprobe in options.nprobe:
             query = QueryOptions(nprobe=nprobe)
-            with suppress(RuntimeError):  # an index without lists
+            with suppress(RuntimeError):  # raised by an index without lists
                 faiss.ParameterSpace().set_index_parameter(index, "nprobe", nprobe)
             searchable = on_device(index, device, query.queried)
             searcher = Searcher(searchable, _Database(options.vectors), query, options.threads)

@@ -217,7 +217,7 @@ def damage_newest(save: Path, rng: random.Random) -> bool:
     Returns:
         Whether a bit was flipped.
     """
-    from megatron.checkpoint.find import scan  # imports torch, which --help does without
+    from megatron.checkpoint.find import scan  # imports torch, which --help does not need
     from megatron.checkpoint.loading import open_folder
 
     intact = []

@@ -157,7 +157,7 @@ def run_old_name(script: str) -> NoReturn:
         sys.orig_argv[1 : -len(sys.argv)],
         sys.orig_argv[-len(sys.argv) :],
     )
-    options = interpreter_args if script_words == sys.argv else []  # not with `python -m`
+    options = interpreter_args if script_words == sys.argv else []  # they differ with `python -m`
     os.execv(sys.executable, [sys.executable, *options, str(ROOT / old.successor), *new_args])
 
 

@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> int:
         )
         for failure in trials.failures:
             print(f"  {failure}", flush=True)
-        if options.out:  # now, because the remaining rows may take long
+        if options.out:  # write now, because the remaining rows may take long
             page = with_results(read_page(options.out), lines, machine())
             options.out.write_text(page, encoding="utf-8")
     if not options.out:

@@ -233,7 +233,7 @@ def initialize_adapters(models: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Turn off all adapters inside the context, so that only the frozen weights are used.
+    """Turn off all adapters inside the block, so that only the frozen weights are used.
 
     Args:
         models: The models, or parts of them.

@@ -226,12 +226,12 @@ class AttentionPlan(MixerPlan):
 
     @property
     def query(self) -> int:
-        """Width of all query heads side by side."""
+        """Total width of all query heads."""
         return self.heads * self.head_size
 
     @property
     def qkv(self) -> int:
-        """Width of all queries, gates, keys and values side by side."""
+        """Total width of all queries, gates, keys and values."""
         return ((1 + self.output_gate) * self.heads + 2 * self.kv_heads) * self.head_size
 
     def cached(self, tensor: int) -> tuple[int, int, int]:

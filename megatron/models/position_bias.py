@@ -50,7 +50,7 @@ def relative_buckets(
     else:
         distances = (-distances).clamp(min=0)
     max_exact = buckets // 2
-    # Computed in fp32 and in this order, as in T5, because rounding decides at the boundary between
+    # Computed in fp32 and in this order, as in T5, because rounding matters at the boundary between
     # two buckets.
     log_fraction = torch.log(distances.float() / max_exact) / math.log(max_distance / max_exact)
     large = max_exact + (log_fraction * (buckets - max_exact)).clamp(min=0).long()

@@ -123,7 +123,7 @@ def recompute(
         *others: The other arguments of the function.
         split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
             single process keeps it whole.
-        recompute_context: A function that returns the context in which `function` is recomputed.
+        recompute_context: A function that returns a context manager for recomputing `function`.
         stops_early: Whether to stop recomputing once backward has what it needs, which may be in
             the middle of a module's forward.
     """
@@ -161,7 +161,7 @@ def checkpointed(
     Args:
         function: The function.
         *inputs: Its arguments.
-        recompute_context: A function that returns the context in which the backward pass calls it.
+        recompute_context: A function that returns a context manager for the recomputation.
         stops_early: Whether the backward pass stops recomputing once it has what it needs.
     """
     with set_checkpoint_early_stop(stops_early):
@@ -177,10 +177,12 @@ def checkpointed(
 def discarding_output(
     result: Tensor, compute: Callable[[], Tensor]
 ) -> AbstractContextManager[None]:
-    """Return a context in which operations do not keep `result`; the backward pass recomputes it.
+    """Return a context manager that keeps operations from saving `result` for the backward pass.
+
+    The backward pass recomputes the tensor instead.
 
     Args:
-        result: The tensor. It may be freed after the context.
+        result: The tensor. It may be freed after the block.
         compute: A function that computes the tensor again. It should use only tensors that are kept
             anyway.
     """
@@ -190,10 +192,10 @@ def discarding_output(
 def discarding_outputs(
     results: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
 ) -> AbstractContextManager[None]:
-    """Return a context like `discarding_output`'s for tensors that are recomputed together.
+    """Return a context manager like `discarding_output`'s for tensors recomputed together.
 
     Args:
-        results: The tensors. They may be freed after the context.
+        results: The tensors. They may be freed after the block.
         compute: A function that computes all of them again.
     """
     recomputed = _Recomputed(results, compute)

@@ -156,12 +156,12 @@ class GatedDeltaNetPlan(RecurrentPlan):
 
     @property
     def keys(self) -> int:
-        """Width of all keys side by side, and of all queries."""
+        """Total width of all keys, which is also that of all queries."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Width of all values side by side."""
+        """Total width of all values."""
         return self.value_heads * self.value_size
 
     @property

@@ -90,7 +90,7 @@ class Router(nn.Module):
         length, sequences = x.shape[:2]
         draw = partial(self._draw, length, sequences, x.device)
         if self.training and plan.jitter:
-            # bf16 cannot represent 1.001.
+            # Multiply in fp32, because bf16 cannot represent factors such as 1.001.
             noise = 1 + plan.jitter * (2 * draw("jitter", plan.hidden) - 1)
             x = x.float() * noise.view_as(x)
         # An fp64 sum rounded to fp32 hardly ever depends on the order of its terms, so generated

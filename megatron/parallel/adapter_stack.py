@@ -2,11 +2,11 @@
 
 The frozen weight may contain the weights of all experts of a mixture.
 
-The A matrices of all adapters are stacked, and the B matrices are side by side, so two products
-serve a batch with any combination of adapters. Between the products, each token's results for other
-adapters are set to zero. The adapters' ranks may differ. The cost grows with the sum of the ranks,
-not with the number of tokens that use an adapter. Tensors keep their addresses, so CUDA graphs can
-record the products.
+The A matrices of all adapters are concatenated by rows, and the B matrices by columns, so two
+products serve a batch with any combination of adapters. Between the products, each token's results
+for other adapters are set to zero. The adapters' ranks may differ. The cost grows with the sum of
+the ranks, not with the number of tokens that use an adapter. Tensors keep their addresses, so CUDA
+graphs can record the products.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class AdapterStack(nn.Module):
 
     @contextmanager
     def reading(self, tokens: Callable[[], Tensor]) -> Iterator[None]:
-        """Return a context in which the layer processes rows other than the tokens of the step.
+        """Return a context manager for processing rows other than the tokens of the step.
 
         Args:
             tokens: A function that returns, for each row, the index of the token that determines

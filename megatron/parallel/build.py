@@ -234,7 +234,7 @@ class BuildContext:
         return nullcontext if host is None else host.offloading(module)
 
     def for_layer(self, number: int) -> BuildContext:
-        """Return a copy of this context for a layer, counted from 1."""
+        """Return a copy of this context for layer `number`, counted from 1."""
         kernels = self.kernels
         if self.fp8_layers is not None and number - 1 not in self.fp8_layers:
             kernels = replace(kernels, new_products=Products, expert_casts=None)

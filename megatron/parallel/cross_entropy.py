@@ -226,7 +226,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunking: _Chunking = ctx.chunking
         input_sum, weight_sum, bias_sum, mask = ctx.saved_tensors
         squares = mask.square().sum().clamp(min=torch.finfo(mask.dtype).tiny)
-        # `grad`, but exactly 0 if no token counts.
+        # This is grad / _GRADIENT_SCALE, or exactly 0 if no token counts.
         factor = (grad * mask * mask).sum() / squares / _GRADIENT_SCALE
         # The view has one dimension, because on a GPU a zero-dimensional operand is rounded to the
         # dtype of the other operand. In bf16, this would change all gradients of the network by up

@@ -136,7 +136,7 @@ class Reducer:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable) -> Iterator[None]:
-        """Return a context for one backward pass, which sends buckets as they are completed.
+        """Return a context manager for one backward pass, which sends completed buckets.
 
         Buckets are sent in the last micro-batch of an update with overlap, or in every micro-batch
         in stage 2.
@@ -503,10 +503,10 @@ class GradientBuffer:
         return fingerprints
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Return a context for one backward pass, which sends buckets as they are completed.
+        """Return a context manager for one backward pass, which sends completed buckets.
 
-        Buckets are sent in the last backward pass with overlap, and in each one in stage 2. In
-        these cases the context is collective over the replica axis.
+        Buckets are sent in the last backward pass with overlap, and in every backward pass in stage
+        2. In these cases the block is collective over the replica axis.
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.

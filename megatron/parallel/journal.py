@@ -148,7 +148,7 @@ class Journal:
 
     @contextmanager
     def external_collective(self, kind: str, ranks: tuple[int, ...]) -> Iterator[None]:
-        """Return a context that records a collective which another library starts and waits for.
+        """Return a context manager that records a collective run by another library.
 
         On a GPU, the library only queues the collective, in its own stream. No mark is sent,
         because a mark would be out of order there.

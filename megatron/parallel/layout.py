@@ -61,7 +61,7 @@ class Axis:
         return self.journal.transfer(kind, self.ranks, work)
 
     def external_collective(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context that records a collective over this axis run by another library.
+        """Return a context manager that records a collective of another library over this axis.
 
         Args:
             kind: The name of the collective.

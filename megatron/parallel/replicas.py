@@ -99,7 +99,7 @@ class Gradients(Protocol):
         """Reset all gradients. Call before the first micro-batch of an update."""
 
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> AbstractContextManager[None]:
-        """Return a context for one backward pass.
+        """Return a context manager for one backward pass.
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.

@@ -162,9 +162,9 @@ class Routers:
         self.seed = 0
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context for recomputing layers of the current micro-batch.
+        """Return a context manager for recomputing layers of the current micro-batch.
 
-        Nothing is recorded inside the context.
+        Nothing is recorded inside the block.
         """
         seed = self.seed  # the forward pass calls this method, so this is its micro-batch's seed
 

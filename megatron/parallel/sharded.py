@@ -171,7 +171,7 @@ class ShardedModel:
 
     @contextmanager
     def micro_batch(self, *, is_last: bool, wave: Hashable = None) -> Iterator[None]:
-        """Return a context for one backward pass, which reduces its own gradients. Collective."""
+        """Return a context manager for one backward pass, which reduces gradients. Collective."""
         yield
 
     def complete(self) -> None:

@@ -151,7 +151,7 @@ def checkpoint_bytes(config: RunConfig, plan: ModelPlan) -> int:
     if options.lawa_interval is not None:
         per_update += 4  # the mean of the snapshots
     if not config.checkpoint.no_save_optim:
-        # States with scales are decoded, and other programs expect fp32.
+        # States with scales are decoded before they are saved, and other programs expect fp32.
         is_native = config.checkpoint.ckpt_format == "native"
         formats = {"bf16": "bf16", "fp8": "bf16"} if is_native else {}
         saved: dict[str, Any] = {
@@ -319,7 +319,8 @@ def _moment_bytes(options: OptimizerConfig, matrices: float) -> float:
         matrices: The fraction of the parameters that are in matrices.
     """
     if options.optimizer == "muon":  # one moment for a matrix, two for other parameters
-        # Temporary memory of the iterations is not counted: activations, freed by then, take more.
+        # The temporary memory of Muon's iterations is not counted, because the activations, which
+        # have been freed by then, take more.
         return 4 * (2 - matrices)
     if options.optimizer == "sgd":
         return 4 * (options.sgd_momentum > 0)

@@ -107,7 +107,7 @@ def measure_ceilings(
         layer_seconds=layer_seconds,
         layer_seconds_fp8=layer_fp8,
         head_seconds=head_seconds,
-        # Context-parallel processes share the attention square, however the sequence is split.
+        # Context-parallel processes share the scores of attention, however the sequence is split.
         attention_seconds=(forward + backward) / config.parallel.context_parallel_size,
     )
 

@@ -54,7 +54,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Collect the work that is pushed inside the context, for `run(key)`."""
+        """Collect the work that is pushed inside the block, for `run(key)`."""
         assert self._open is None, "one backward pass at a time"
         assert key not in self._waiting, f"the weight gradients of {key} are already queued"
         self._open = self._waiting[key] = []
