@@ -78,7 +78,7 @@ class PackedDataset:
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
         packing = self.packing
         return (
             f"Packed examples\n\n{self.examples.summary()}\n"

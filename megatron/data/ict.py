@@ -185,7 +185,7 @@ class ICTDataset:
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
         return f"ICT Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:
@@ -276,7 +276,7 @@ class MockBlocks:
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
         return self.sentences.description
 
     def __len__(self) -> int:

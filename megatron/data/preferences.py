@@ -226,7 +226,7 @@ class PreferenceDataset:
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
         packing, last = self.packing, self.first + self.pairs
         return (
             f"Packed pairs\n\n{self.source.prefix}\nPairs {self.first} to {last}\n"

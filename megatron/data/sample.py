@@ -46,7 +46,7 @@ class DescribedDataset(SampleDataset, Protocol):
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
 
 
 @runtime_checkable

@@ -103,7 +103,7 @@ class SentenceSamples(ABC):
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
         return f"{self.kind} Dataset\n\n{self.source.description}{self.options}\n"
 
     def __len__(self) -> int:

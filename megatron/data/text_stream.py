@@ -199,7 +199,7 @@ class TextDataset:
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
         names = [os.path.basename(path) for path in self.corpus.files]
         files = "".join(
             f"{name} {size}\n" for name, size in zip(names, self.corpus.sizes, strict=True)

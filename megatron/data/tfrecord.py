@@ -341,7 +341,7 @@ class TFRecordDataset:
 
     @property
     def description(self) -> str:
-        """Text that differs whenever the samples differ."""
+        """Text that names the data and the settings of the samples."""
         return f"TFRecord Dataset\n\nData prefix {self.records.prefix}\n{self.bounds}{self.options}"
 
     def __getitem__(self, i: int) -> Sample:

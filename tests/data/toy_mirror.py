@@ -24,7 +24,7 @@ class MirrorDataset:
 
     @property
     def description(self) -> str:
-        """Return text that differs whenever the samples differ."""
+        """Return text that names the data and the settings of the samples."""
         part = self.part
         return f"Mirror\n{part.data.prefix} {part.split} {part.bounds} {self.seed}\n"
 
