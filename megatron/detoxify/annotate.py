@@ -206,7 +206,7 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
 
 
 def _original_fields(line: JsonLine) -> str:
-    """Serialize the fields that `annotate` did not add, so that equal NaN values compare equal."""
+    """Serialize the fields that `annotate` did not add. As text, NaN values compare equal."""
     fields = {key: value for key, value in line.fields.items() if key not in _ADDED_FIELDS}
     return json.dumps(fields, sort_keys=True)
 

@@ -88,7 +88,7 @@ class _ActivationBackward(NamedTuple):
         """Return the kernel launches."""
         name, sums = FLOATS[self.dtype], self.grad_bias is not None
         vectors = self.columns // vector_size(name)
-        residency = 2 if self.kind == KINDS["swiglu"] else 3  # as in activation.cu, with sums
+        residency = 2 if self.kind == KINDS["swiglu"] else 3  # residency in activation.cu
         blocks = (
             summing_blocks(vectors, self.multiprocessors * residency, self.capacity) if sums else 0
         )

@@ -83,7 +83,7 @@ class AdamNumbers:
         lr: The learning rate.
         beta1: The decay rate of the running mean of gradients.
         beta2: The decay rate of the running mean of squared gradients.
-        eps: The number added to the root of the mean square.
+        eps: The number added to the square root in the denominator.
         weight_decay: The decoupled weight decay.
         step: The index of the update, from 1, fp32 [] on the device.
         gradient_scale: The divisor of the gradients, fp32 [] on the device.

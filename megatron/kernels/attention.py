@@ -93,7 +93,7 @@ class AttentionOptions(NamedTuple):
     chunk: int | None = None
 
     def is_limited(self, keys: int) -> bool:
-        """Return whether the window hides any of this many keys from a query."""
+        """Return whether the window hides any of `keys` keys from the last query."""
         return self.window is not None and keys > self.window + 1
 
     def visible_keys(self, queries: int, keys: int, device: torch.device) -> Tensor:

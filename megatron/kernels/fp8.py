@@ -130,7 +130,7 @@ class _CastRows(NamedTuple):
         vectors_per_thread = 8 if SIZES[name] == 2 else 3  # kRowVectors in fp8.cu
         max_warps = constant("fp8.cu", "kMostRowThreads") // WARP
         warps = min(divide_up(vectors, WARP * vectors_per_thread), max_warps)
-        turns = divide_up(vectors, warps * WARP)  # as few warps as possible for these turns
+        turns = divide_up(vectors, warps * WARP)  # the block has as few warps as these turns allow
         block = (divide_up(vectors, turns * WARP) * WARP, _ROWS_OF_WARPS if warps == 1 else 1)
         kernel = instance("cast_rows_kernel", name, self.fp8)
         return [

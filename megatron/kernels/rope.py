@@ -39,7 +39,7 @@ _THREADS = 192  # the approximate number of threads of a block with several rows
 
 
 class _SplitRotate(NamedTuple):
-    """The arguments of a kernel that splits a fused projection into rotated heads, or back.
+    """The arguments of a kernel that splits a fused projection into rotated heads, or the reverse.
 
     Without `key_value_heads` there are only queries, and without cosine and sine nothing is
     rotated. The backward pass writes the gradients of the heads, rotated back, to `fused`.

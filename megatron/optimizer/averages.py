@@ -128,7 +128,7 @@ class LatestAverage:
                 snapshot.copy_(values_of(weight))
 
     def _add(self) -> list[Tensor]:
-        """Add a snapshot and return its tensors, reusing the oldest one's if the window is full."""
+        """Add a snapshot, reusing the oldest one if the window is full, and return its tensors."""
         is_full = len(self._snapshots) == self._window
         new = self._snapshots.pop() if is_full else [new_like(weight) for weight in self._weights]
         self._snapshots.insert(0, new)

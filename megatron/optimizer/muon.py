@@ -3,8 +3,8 @@
 In ZeRO stages 1 and 2 the bucket plan assigns each matrix to one process of the replica axis, which
 stores its momentum and orthogonalizes its update. In stage 3 every process holds some rows of each
 matrix; the rows of an update are sent to one process, which orthogonalizes the update and sends the
-rows back (`RowExchange`).
---muon-tp-mode determines how matrices that are split over tensor ranks are orthogonalized.
+rows back (`RowExchange`). --muon-tp-mode determines how matrices that are split over tensor ranks
+are orthogonalized.
 
 Newton-Schulz iterations orthogonalize matrices with matrix products only. For a matrix X = U S V^T,
 an iteration computes a X + (b G + c G G) X with G = X X^T, which maps every singular value s to

@@ -37,7 +37,7 @@ class AdamW:
     Attributes:
         beta1: The decay rate b1.
         beta2: The decay rate b2.
-        eps: The number added to the square root.
+        eps: The number added to the square root in the denominator.
         rate: A factor applied to the learning rate.
     """
 

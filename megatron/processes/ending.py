@@ -1,4 +1,4 @@
-"""Early ends of a run, because of an error or on request."""
+"""Ending a run early, because of an error or on request."""
 
 from __future__ import annotations
 

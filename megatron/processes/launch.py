@@ -174,7 +174,7 @@ def write_error_file(text: str) -> None:
 
 
 def announce_launcher(signum: signal.Signals) -> None:
-    """Tell the ranks the id of this launcher, and the signal that ends it without a restart."""
+    """Tell the ranks the launcher's process id and the signal that ends it without a restart."""
     os.environ[_END_SIGNAL_ENV] = str(signum.value)
     os.environ[_LAUNCHER_ENV] = str(os.getpid())
 

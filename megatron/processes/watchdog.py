@@ -504,7 +504,7 @@ class Watchdog:
         """Return the state of every rank, and the ranks that no longer publish theirs.
 
         This takes a few seconds. It stops early if a process on this machine has ended, or once
-        there is a verdict, because the process that reached it soon exits.
+        there is a verdict, because the process that announced it exits soon.
         """
         earlier, deadline = self._states(), time.monotonic() + _SILENCE
         ended = frozenset[int]()

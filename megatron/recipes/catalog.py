@@ -150,7 +150,7 @@ def architecture_of(given: Sequence[ParsedFlag]) -> str:
 
 
 class _InCheckpointError(Exception):
-    """Parsing has stopped, because only a checkpoint describes the network."""
+    """Raised to stop parsing if only a checkpoint describes the network."""
 
 
 def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None:

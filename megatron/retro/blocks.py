@@ -107,7 +107,7 @@ def evenly_spaced(count: int, limit: int) -> Iterator[slice]:
 def missing_blocks(
     blocks: Sequence[TableBlock], contents: Contents, world: Axis
 ) -> list[TableBlock]:
-    """Return the blocks that do not exist yet, the same on all processes. Collective.
+    """Return, identically on all processes, the blocks that do not exist yet. Collective.
 
     A damaged file is reported with a warning and counts as missing. The file is not removed: the
     new one replaces it when complete. The processes divide the files among themselves.

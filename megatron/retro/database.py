@@ -399,7 +399,7 @@ class _Merger:
             file.create_dataset("n_written", data=np.array([size], np.uint64))
 
     def _sampled(self, corpus: CorpusChunks, first: int, stop: int) -> NDArray[np.int64]:
-        """Return those of training chunks `first` to `stop - 1` that train the index, `[n]`."""
+        """Return the chunks from `first` to `stop - 1` on which the index is trained, `[n]`."""
         count, total = corpus.n_chunks_sampled, corpus.n_chunks_train
         if self._compatible:
             return np.arange(first, min(stop, count), dtype=np.int64)
@@ -574,7 +574,7 @@ class ChunkDatabase:
 
         All rows are compared with the documents in one pass over the file, which takes 1.4 seconds
         and reads 2 GB for 100 million chunks. In tables of more than `_CHECKED` rows, only about
-        `_CHECKED` evenly spaced rows are compared. The tokens of only `_TOKENS_CHECKED` chunks are
+        `_CHECKED` evenly spaced rows are compared. Only the tokens of `_TOKENS_CHECKED` chunks are
         compared with the vocabulary, because reading all tokens would take too long.
 
         Raises:

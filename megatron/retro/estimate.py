@@ -30,7 +30,7 @@ class Amount(NamedTuple):
     Attributes:
         chunks: The number of chunks that the stage cuts or embeds.
         size: The number of bytes that the stage leaves on disk.
-        temporary: The number of bytes that the stage writes and removes again.
+        temporary: The number of bytes that the stage writes and later removes.
     """
 
     chunks: int

@@ -140,7 +140,7 @@ class IndexOptions:
         block, as in Megatron-LM.
 
         Returns:
-            The rows as numbers in the table, `[n]`.
+            The row numbers in the table, `[n]`.
         """
         if self.compatible:
             return np.arange(block.start, block.start + int(fraction * block.rows))

@@ -238,7 +238,7 @@ class Searcher:
         Args:
             candidates: The chunks nearest to n consecutive chunks, or -1, `[n, queried]`.
             chunks: The chunks of the split.
-            first: The number of the first of the n chunks.
+            first: The index of the first of the n chunks.
 
         Returns:
             The neighbors, `[n, saved]`, padded with -1.
@@ -269,7 +269,7 @@ class Searcher:
         Args:
             vectors: The vectors of the n chunks, `[n, h]`.
             chunks: The chunks of the split.
-            first: The number of the first of the n chunks.
+            first: The index of the first of the n chunks.
         """
         batches = [
             self.filtered(

@@ -383,7 +383,7 @@ def ask_server(url: str, length: int, text: str) -> str:
         text: The prompt.
 
     Raises:
-        UserError: The server cannot be reached, refuses the request or returns another format.
+        UserError: The server cannot be reached, refuses the request or sends an invalid response.
     """
     body = {"prompts": [text], "tokens_to_generate": length, "top_k": 1}
     try:

@@ -110,11 +110,11 @@ def run_finetuning(
     """Prepare and run finetuning, and return the exit code. Collective.
 
     Args:
-        parsed: The command line, with the task's and the finetuning's flags first.
+        parsed: The command line, whose first extra options are those of the task and of finetuning.
         launch: This process's rank and the number of processes.
         started: The time at which the command started (`time.monotonic`).
-        build: A function that reads the data and, from the number of processes, returns the
-            arguments of `pretrain`.
+        build: A function that reads the data and returns the arguments of `pretrain`, given the
+            number of processes.
 
     Raises:
         UserError: A flag, a checkpoint or the data is invalid.
@@ -177,7 +177,7 @@ def prepare(
 def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
     """Parse a command line, which overrides the settings of the pretrained checkpoint.
 
-    The configuration has no length yet, because this depends on the data.
+    The length of the run is not set yet, because it depends on the data.
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.

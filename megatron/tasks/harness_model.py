@@ -61,7 +61,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each whole text, using as much context as fits a window."""
+        """Return each whole text's log-probability, using as much context as fits in a window."""
         samples, owners = [], []
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)

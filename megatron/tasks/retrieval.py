@@ -379,7 +379,7 @@ def _score(
     task_options: RetrieverTaskConfig,
     flag: str,
 ) -> Metrics:
-    """Return the top-k accuracies for several k, in percent of the questions."""
+    """Return the top-k accuracies for several k, as percentages of the questions."""
     k = min(task_options.faiss_topk_retrievals, len(passages.ids))
     retrieved = search(passages, queries, k, use_gpu=task_options.faiss_use_gpu)
     ids = {*retrieved.reshape(-1).tolist()}
