@@ -442,9 +442,7 @@ def _unused_values(
     requested_values = flatten(requested)
     fields = [field_at(path) for path, value in unread.items() if requested_values[path] != value]
     if fields:
-        names = ", ".join(
-            field.display_name if field.is_switch else field.names[0] for field in fields
-        )
+        names = ", ".join(field.display_name for field in fields)
         findings.notices.append(f"these flags have no effect here: {names}")
     return unread
 

@@ -27,7 +27,7 @@ def curriculum(config: RunOptions, world_size: int) -> Iterator[str]:
         yield from _growing(options, longest)
     parts, why = _divisor(config)
     for path, length in _lengths(options, longest):
-        if parts > 1 and length % parts:
+        if length % parts:
             yield (
                 f"{path} {length} is not divisible by {parts}, as {why} requires: use "
                 f"{near_multiples(length, parts)}"
@@ -43,7 +43,7 @@ def _growing(options: CurriculumConfig, longest: int) -> Iterator[str]:
     last = longest if last is None else last
     if first > last:
         yield f"--curriculum-min-length {first} is above {limit_text}: lower it"
-    if step > 0 and last % step:
+    if last % max(step, 1):
         yield (
             f"{limit_text} is not a multiple of --curriculum-length-step {step}: use a step that "
             "divides it"

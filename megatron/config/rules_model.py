@@ -487,11 +487,12 @@ def fp8(config: RunOptions, world_size: int) -> Iterator[str]:
             f"{flag} keeps 8-bit copies of whole weights, which defeats the purpose of "
             "--zero-stage 3: use --zero-stage 1 or 2, or drop --fp8-format"
         )
-    if precision.first_last_layers_bf16 and not precision.fp8_layers(config.model.num_layers or 0):
+    layers = config.model.num_layers
+    if layers and precision.first_last_layers_bf16 and not precision.fp8_layers(layers):
         yield (
             f"--num-layers-at-start-in-bf16 {precision.num_layers_at_start_in_bf16} and "
             f"--num-layers-at-end-in-bf16 {precision.num_layers_at_end_in_bf16} leave none of "
-            f"--num-layers {config.model.num_layers} in FP8: lower them, or drop {flag}"
+            f"--num-layers {layers} in FP8: lower them, or drop {flag}"
         )
     for name, size, parts in _sizes(config):
         if size % (MULTIPLE * parts):

@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key, _ in node.value:
-            name = self.construct_object(key, deep=True)
+            name = self.construct_object(key)
             if isinstance(name, str) and name in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{name!r} appears twice: keep one of them", key.start_mark

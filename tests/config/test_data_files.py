@@ -208,6 +208,13 @@ def test_flags_win_over_the_yaml_file_and_it_keeps_the_words(folder: Path) -> No
     (folder / "named.yaml").write_text("data: {data_args_path: t}\n")
     assert _data("--config named.yaml").data_path == ("c",)
     assert _data("--config named.yaml --data-path d").data_path == ("d",)
+    (folder / "two.yaml").write_text(
+        "data: {data_args_path: t, per_split_data_args_path: nowhere}\n"
+    )
+    assert problems("--config two.yaml --data-path d", without=["--mock-data"]) == [
+        "--per-split-data-args-path nowhere: cannot be read (No such file or directory): "
+        f"{_JSON_REMEDY}"
+    ]
     (folder / "both.yaml").write_text("data: {data_args_path: t, data_path: d}\n")
     assert problems("--config both.yaml", without=["--mock-data"]) == [
         "--data-args-path t cannot be combined with --data-path: use one of them"

@@ -167,6 +167,19 @@ def test_each_width_that_does_not_fit_is_named(words: str, world: int, widths: l
     assert all(f" is not a multiple of 16{share}" in line for line in found)
 
 
+@pytest.mark.parametrize(
+    "more",
+    ["", f"{LATENT_WIDTHS.partition(' --num-att')[0]} --kv-lora-rank 64", "--num-experts 2"],
+)
+@pytest.mark.parametrize("words", ["--fp8-format hybrid", "--lora-rank 2 --frozen-weights-dtype"])
+def test_sizes_that_are_not_known_are_only_reported_as_missing(words: str, more: str) -> None:
+    without = "--num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size"
+    fp8 = "--bf16 --first-last-layers-bf16" if "fp8" in words else "nf4"
+    assert problems(words, fp8, "--kv-channels 5", more, without=without.split()) == [
+        f"{flag} is required: give it a value" for flag in without.split()
+    ]
+
+
 def test_products_in_8_bits_belong_to_a_run_in_16_bits() -> None:
     assert problems("--fp8-format hybrid") == [
         "--fp8-format hybrid requires 16-bit weights: add --bf16"

@@ -18,6 +18,7 @@ from megatron.config.fields import fields_of, flag
 from megatron.config.parser import Program, asks_for_mpi, parse_config
 from megatron.config.run import RunOptions, sections
 from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.load import SAVED_MODEL_READS
 from tests.config.command import BASE, command, parse, problems
 from tests.repository import ROOT
 
@@ -146,6 +147,12 @@ def test_help_shows_the_flags_that_are_used_most(capsys: pytest.CaptureFixture[s
     assert len(text.splitlines()) < 80
     assert "unset" not in text
     assert "--help-all lists all of them" in text
+    for line in (
+        "-h, --help  Show the most common flags.",
+        "--help-all  Show all flags.",
+        "--config FILE  YAML file with flag values.",
+    ):
+        assert re.search(rf"^  {re.sub('  +', ' +', line)}$", text, re.MULTILINE)
     assert "--adam-eps" not in text
     for name in re.findall(r"(--[\w-]+) is required", "\n".join(problems(without=list(BASE)))):
         # Python 3.13 writes a comma after the first of several names.
@@ -288,6 +295,47 @@ def test_a_checkpoint_says_what_it_overrules_of_flags_and_of_the_file(tmp_path) 
             f"--rotary-base 20000 {of_file} --rotary-base 500000 from old",
             "--use-checkpoint-args: from the checkpoint: --normalization RMSNorm",
         ]
+    )
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_finetuning_keeps_the_requested_frequencies_and_only_those(in_file: bool, tmp_path) -> None:
+    shape = {"model.rotary_base": 5e5, "model.num_layers": 2, "model.rotary_percent": 0.5}
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{rotary_base: {20000 if in_file else 10000}}}\n")
+    words = f"--config {path} --position-embedding-type rope --load x --use-checkpoint-args"
+    words += "" if in_file else " --rotary-base 20000"
+
+    def model(more: str) -> tuple[float, int, float]:
+        run = parse_config(command(words, more), world_size=1, read_checkpoint=lambda _: shape)
+        found = run.config.model
+        return found.rotary_base, found.num_layers, found.rotary_percent
+
+    assert model("--finetune") == (20000, 2, 0.5)
+    assert model("") == (5e5, 2, 0.5)
+
+
+def test_flags_of_another_task_and_of_megatron_are_told_apart() -> None:
+    """The first is also a flag of Megatron-LM, but means something else to this program."""
+    program = Program(flags_of_other_tasks={"--epochs": "GLUE", "--guess-file": "MSDP"})
+    with pytest.raises(ConfigError) as caught:
+        parse_config(
+            command("--guess-file x --epochs 3 --kd --seed 5"), world_size=1, program=program
+        )
+    assert caught.value.problems == [
+        "--guess-file belongs to MSDP: drop it",
+        "--epochs belongs to GLUE: drop it",
+        "--kd: use --teacher-load DIR, which turns distillation on",
+    ]
+
+
+def test_flags_that_a_program_does_not_read_are_named_as_they_were_given() -> None:
+    sizes = {"training.micro_batch_size", "data.seq_length"}
+    program = Program(rules=(), reads=lambda given: SAVED_MODEL_READS | sizes)
+    words = command("--no-gradient-accumulation-fusion --use-distributed-optimizer --seed 7")
+    assert parse_config(words, world_size=1, program=program).notices == (
+        "these flags have no effect here: --train-iters, --seed, "
+        "--no-gradient-accumulation-fusion, --lr, --use-distributed-optimizer, --mock-data",
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 from megatron.config.checks import find_problems
 from megatron.config.fields import fields_of
 from megatron.config.resolve import resolve
-from megatron.config.run import sections, with_values
+from megatron.config.rules_training import samples
+from megatron.config.run import RunOptions, sections, with_values
 from tests.config.command import BASE, parse, problems
 from tests.config.test_fp8 import DELTA_WIDTHS
 
@@ -54,6 +55,36 @@ from tests.config.test_fp8 import DELTA_WIDTHS
 )
 def test_a_number_that_is_too_large_and_its_remedy(words: str, line: str) -> None:
     assert problems(words, world_size=8) == [line]
+
+
+@pytest.mark.parametrize(
+    ("length", "evaluations"),
+    [
+        ({"training.train_tokens": 60, "data.seq_length": 5}, 5),
+        ({"training.train_tokens": 60}, 21),
+        ({"training.train_samples": 60}, 21),
+        ({"training.train_iters": 60}, 61),
+        ({"training.train_iters": 60, "evaluation.full_validation": True}, 1),
+        ({"training.train_iters": 60, "evaluation.eval_interval": 0}, 1),
+        ({}, 1),
+    ],
+)
+def test_samples_of_all_evaluations_can_be_counted(
+    length: dict[str, object], evaluations: int
+) -> None:
+    base = {"training.global_batch_size": 3, "evaluation.eval_interval": 1} | length
+
+    def found(iterations: int) -> list[str]:
+        run = with_values(RunOptions(), base | {"evaluation.eval_iters": iterations})
+        return list(samples(run, 1))
+
+    most = (2**63 - 1) // (3 * evaluations)
+    assert found(most) == []
+    assert found(most + 1) == [
+        f"--eval-iters {most + 1} x --global-batch-size 3 x {evaluations} "
+        f"evaluation{'' if evaluations == 1 else 's'} is more than 9223372036854775807 samples: "
+        f"use at most {most}, or a larger --eval-interval"
+    ]
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63)])

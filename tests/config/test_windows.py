@@ -34,6 +34,7 @@ def test_the_layers_that_rotate(frequency, expected):
 
 
 ROPE = "--position-embedding-type rope"
+_EIGHT = "1 1 1 1 1 1 1 1"
 LATENT = f"{ROPE} --multi-latent-attention"
 DELTA = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
@@ -98,6 +99,12 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         (
             f"{ROPE} --rope-type longrope --longrope-short-factor 1 2",
             "--longrope-short-factor has 2 numbers: --rope-type longrope needs one for every two",
+        ),
+        (
+            f"{ROPE} --rope-type longrope --longrope-original-max-position-embeddings 64 "
+            f"--longrope-short-factor {_EIGHT} --longrope-long-factor {_EIGHT} 1",
+            "--longrope-long-factor has 9 numbers: --rope-type longrope needs one for every two of "
+            "the 16 channels that rotate: give 8",
         ),
         (f"{ROPE} --rope-type longrope --use-rope-scaling", "longrope with --use-rope-scaling"),
         (f"{ROPE} --longrope-long-factor 1", "--longrope-long-factor 1 requires --rope-type long"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.run import Findings, RunConfig, RunOptions, flatten, narrow, with_values
-from megatron.config.yaml_file import dump, read
+from megatron.config.yaml_file import dump, layout_for, read
 from megatron.errors import ConfigError
 from tests.config.command import BASE, parse, problems
 
@@ -181,6 +181,35 @@ def test_the_last_value_that_is_read_and_the_first_that_is_not(
     assert "unknown section a" in found.problems[0]
     with pytest.raises(ConfigError, match=message):
         read(Path(_write(tmp_path, f"a: {beyond}")), Findings())
+
+
+@pytest.mark.parametrize(
+    ("counts", "world_size", "chosen"),
+    [
+        ((1, 2, 4), 4, 4),
+        ((4, 2, 1), 6, 2),
+        ((2, 3), 6, 3),
+        ((1,), 7, 1),
+        ((2, 8), 4, 2),
+        ((2, 4), 3, None),
+        ((8,), 4, None),
+        ((), 1, None),
+    ],
+)
+def test_the_largest_layout_that_divides_the_processes_is_used(
+    counts: tuple[int, ...], world_size: int, chosen: int | None
+) -> None:
+    assert layout_for(counts, world_size) == chosen
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "true", "two", "1.0"])
+def test_each_layout_has_a_number_of_processes(count: str, tmp_path: Path) -> None:
+    path = Path(_write(tmp_path, f"layouts: {{{count}: {{}}, 2: {{parallel: {{}}}}, 4: null}}\n"))
+    found = Findings()
+    assert read(path, found, world_size=2) == {}
+    value = {"true": "True", "two": "'two'"}.get(count, count)
+    assert found.problems == [f"{path}: layouts: expected a number of processes, got {value}"]
+    assert found.notices == []
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ from dataclasses import replace
 import pytest
 
 from megatron.inference.cache import BlockPool, next_key
-from megatron.inference.scheduler import Row, Scheduler, SchedulerSettings, Sequence, StepPlan
+from megatron.inference.scheduler import (
+    Row,
+    Scheduler,
+    SchedulerSettings,
+    Sequence,
+    StepPlan,
+    _OpenPlan,
+)
 
 SETTINGS = SchedulerSettings(blocks=12, block_size=4, max_sequences=3, max_tokens=8)
 
@@ -33,6 +40,18 @@ def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
     assert carry_out(scheduler) == [(3, 1), (7, 7)]
     assert carry_out(scheduler) == [(14, 6)]
     assert carry_out(scheduler) == []
+
+
+def test_a_plan_gets_the_tokens_of_a_preempted_sequence_back() -> None:
+    plan = _OpenPlan(budget=8)
+    first, second = Sequence("r", list(range(5))), Sequence("r", [1, 2])
+    plan.add(first, 3)
+    plan.add(second, 1, (7, 8))
+    assert (plan.budget, [row.size for row in plan.rows.values()]) == (2, [3, 3])
+    plan.remove(first)
+    assert (plan.budget, list(plan.rows), plan.preempted) == (5, [second], {first})
+    plan.remove(first)  # it has no row any more
+    assert (plan.budget, plan.preempted) == (5, {first})
 
 
 def test_a_snapshot_of_states_is_taken_where_prompts_may_branch_and_restored_there() -> None:

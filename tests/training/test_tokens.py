@@ -11,7 +11,7 @@ from megatron.optimizer.schedule import Schedules
 from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import util
 from megatron.training.batches import BatchPlan, ramp_up
-from tests.config.command import parse, problems
+from tests.config.command import parse
 from tests.training.toy import build_toy, fingerprint, train_toy
 
 _BATCH = 64  # tokens in the toy's update: 4 samples of 16 tokens
@@ -132,64 +132,3 @@ def test_a_schedule_of_megatron_deepspeed_is_read() -> None:
     del theirs["lr_decay_tokens"]
     with pytest.raises(CheckpointError, match="counting in tokens"):
         ours.resumed(theirs)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("--lr-warmup-tokens 9", "--lr-warmup-tokens 9 requires --lr-decay-tokens: add it, or"),
-        (
-            "--lr-decay-tokens 900 --lr-warmup-iters 2",
-            "--lr-warmup-iters 2 cannot be combined with --lr-decay-tokens: use "
-            "--lr-warmup-tokens 1024",
-        ),
-        (
-            "--lr-decay-tokens 900 --lr-decay-samples 20",
-            "--lr-decay-samples 20 cannot be combined with --lr-decay-tokens: use "
-            "--lr-decay-tokens 2560",
-        ),
-        (
-            "--lr-decay-tokens 900 --lr-warmup-tokens 900",
-            "--lr-warmup-tokens 900 must be less than --lr-decay-tokens 900: lower it",
-        ),
-        (
-            "--lr-decay-tokens 900 --lr-decay-style WSD --lr-wsd-decay-iters 2",
-            "--lr-decay-style WSD cannot be combined with --lr-decay-tokens, because its final",
-        ),
-        (
-            "--lr-decay-tokens 900 --ckpt-format legacy",
-            "--ckpt-format legacy with --lr-decay-tokens: schedules of Megatron-LM count samples",
-        ),
-    ],
-)
-def test_lengths_that_contradict_tokens_are_refused(words: str, line: str) -> None:
-    (said,) = problems(words)
-    assert said.startswith(line)
-
-
-def test_tokens_as_the_only_length() -> None:
-    (said,) = problems("--train-tokens 900 --lr-warmup-samples 8", without=_NO_LENGTH)
-    assert said == (
-        "--lr-warmup-samples 8 cannot be combined with --train-tokens: use --lr-warmup-tokens 1024"
-    )
-    style = "--lr-decay-style WSD --lr-wsd-decay-samples 2"
-    (said,) = problems(f"--train-tokens 900 {style}", without=_NO_LENGTH)
-    assert said.endswith("or give --train-iters or --train-samples, too, without lengths in tokens")
-    parse(f"--train-tokens 900 --train-samples 40 {style}", without=_NO_LENGTH)
-    (said,) = problems("--train-tokens 900 --decoder-seq-length 8", architecture="t5")
-    assert said == (
-        "--train-tokens 900 is only for GPT, BERT and RETRO, and this model is a T5: drop it"
-    )
-    config = parse("--train-tokens 900 --lr-warmup-fraction 0.1", without=_NO_LENGTH).config
-    rate = Schedules.from_config(
-        config.schedule, config.optimizer, config.training, global_batch=4, seq_length=128
-    ).learning_rate
-    assert (rate.warmup, rate.decay, rate.in_tokens) == (90, 900, True)
-
-
-def test_without_a_sequence_length_no_number_of_tokens_is_proposed() -> None:
-    said = problems("--lr-decay-tokens 900 --lr-decay-samples 20", without=["--seq-length"])
-    assert (
-        "--lr-decay-samples 20 cannot be combined with --lr-decay-tokens: use --lr-decay-tokens"
-        in said
-    )
