@@ -97,7 +97,8 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolde
         quiet: Do not warn if the tracker cannot be used.
 
     Raises:
-        CheckpointError: There are incomplete checkpoints but no complete one.
+        CheckpointError: There are traces of a checkpoint, such as a tracker or an incomplete
+            folder, but no complete checkpoint; or the folder cannot be listed.
     """
     checkpoints, problems = scan(root)
     tracked, tracker_problem = read_tracker(root)

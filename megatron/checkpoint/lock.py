@@ -4,8 +4,8 @@ Two jobs that save into one folder would delete each other's temporary files and
 other's iterations. The first job writes its host and process id into a lock file; a second job is
 refused. The lock is released when its process ends, so the next job, on any machine, can use the
 folder immediately. If the file system does not support locks, the text of the file is used instead:
-a job takes over the folder from a process on the same machine that has ended, but never from a
-process on another machine.
+a job takes over the folder if the recorded process ran on the same machine and has ended, but never
+from a process on another machine.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ class NativeReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: The manifest is invalid, or a file is missing, refused or has the
-                wrong size.
+            CheckpointError: The manifest is invalid, a file is missing, refused or has the wrong
+                size, or the checkpoint is being deleted.
         """
         self.path, self.allow_foreign = path, allow_foreign
         try:

@@ -56,6 +56,7 @@ class ReferenceLogProbs(Extras):
         Raises:
             CheckpointError: The run resumes, and the file is missing or was written for other data.
             ConfigError: --reference-log-probs names a file of another kind.
+            StorageError: The file cannot be written.
         """
         options = run.config.preferences
         members = [

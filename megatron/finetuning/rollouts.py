@@ -310,8 +310,8 @@ class Rollouts(Extras):
         sampler_args = (len(prompts), run.progress.consumed_samples, run.batches.micro_batch)
         passes = iter(SingleSampler(*sampler_args, axis.rank, axis.size))
         while True:
-            # A resumed run continues to the point at which an uninterrupted run would generate new
-            # answers.
+            # After a resume, generate only for the updates that remain until an uninterrupted run
+            # would generate new answers.
             updates = self._updates - run.progress.iteration % self._updates
             local_batches = list(islice(passes, _micro_batches(run, updates)))
             if not local_batches:

@@ -1,4 +1,4 @@
-"""Command-line tools. Each has a `main`, which the script of the same name in tools/ calls.
+"""Command-line tools. Most have a `main`, which the script of the same name in tools/ calls.
 
     preprocess_data      turn text into .bin/.idx files
     train_tokenizer      train a tokenizer on text

@@ -2,7 +2,7 @@
 
 The modules, in the order in which a run uses them:
 
-    recipe                   what a `pretrain_*.py` supplies: model, data and loss
+    recipe                   the model, data and loss that a `pretrain_*.py` supplies
     pretrain                 the run as a whole: build, show the panel, train, evaluate
     build, gradient_sharing  construction of `run.Run`, which all modules below use
     batches, curriculum      the number and the length of the samples in each update

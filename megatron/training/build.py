@@ -150,7 +150,8 @@ def _open_checkpoint(
 ) -> tuple[RunConfig, PaddedReader | None]:
     """Open the checkpoint from which the run starts, if there is one. Collective.
 
-    The reader presents vocabulary tables with `vocabulary` rows, regardless of the checkpoint's.
+    The reader presents vocabulary tables with `vocabulary` rows, regardless of their number in the
+    checkpoint.
 
     Returns:
         The configuration, which names that checkpoint as --load, and the reader.

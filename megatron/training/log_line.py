@@ -77,7 +77,7 @@ def training_line(
     Args:
         iteration: The iteration that ended.
         train_iterations: The number of iterations of the run.
-        losses: Mean losses since the previous line, over the iterations with a finite loss.
+        losses: Mean losses since the previous line, over the iterations whose update was applied.
         figures: The result of `update_figures`, and the figures of the iterations since the
             previous line.
     """

@@ -88,9 +88,10 @@ class Passes:
         sample_ids: The sample ids, one list per micro-batch.
         counts_labels: Whether the labels that count in the loss are counted, which gives each loss
             its weight.
-        counted: If so, the number of these labels in each micro-batch, as fp64 scalars on the
-            device, even if the last part of the model is on another process; otherwise empty.
-        labels: The number of labels in a micro-batch, whether they count or not; 0 until it is
+        counted: If `counts_labels` is true, the number of these labels in each micro-batch, as fp64
+            scalars on the device, even if the last part of the model is on another process;
+            otherwise empty.
+        labels: The number of all labels in a micro-batch, whether they count or not; 0 until it is
             known.
         micro_batches: With --rerun-mode, the micro-batches, which `repeated` needs.
         fingerprints: With --rerun-mode, a fingerprint of each output, by part of the model: the
@@ -253,8 +254,8 @@ class Passes:
     def weights(self) -> Tensor | None:
         """The fraction of each micro-batch's labels that count in the loss, `[micro-batches]` fp32.
 
-        It is `None` if all micro-batches have the same weight. Otherwise each loss was multiplied
-        by its fraction.
+        It is `None` if labels are not counted, so that all micro-batches have the same weight.
+        Otherwise each loss was multiplied by its fraction.
         """
         return (torch.stack(self.counted) / self.labels).float() if self.counted else None
 

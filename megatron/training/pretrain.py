@@ -219,9 +219,9 @@ def pretrain(
 def _end_crash_loop(
     config: RunConfig, crashes: CrashLog, launch: Launch, layout: Layout
 ) -> RunConfig:
-    """Return the configuration, extended by the iterations in which the run has failed twice.
+    """Check whether the run has failed twice in the same iteration, and return the configuration.
 
-    Collective. With --on-crash-loop skip, these iterations are skipped.
+    Collective. With --on-crash-loop skip, such iterations are added to --iterations-to-skip.
 
     Raises:
         CrashLoopError: The last two attempts failed in the same way, and nothing can be skipped.

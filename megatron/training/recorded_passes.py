@@ -101,7 +101,7 @@ class RecordedPasses:
         self._anchor = torch.empty(0, requires_grad=True)  # so that backward reaches `_Replay`
 
     def begin_update(self) -> None:
-        """Count the update if it is a warm-up update."""
+        """Count the update toward the warm-up."""
         self._warm_up -= 1
 
     def __call__(self, part: Any, batch: Batch, /, *arguments: Any, is_last: bool) -> Losses:

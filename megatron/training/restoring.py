@@ -68,10 +68,10 @@ def open_for_loading(config: RunConfig, layout: Layout) -> tuple[RunConfig, Read
     Raises:
         ConfigError: The folder does not exist or contains no checkpoint, although it is not the
             --save folder, or --finetune needs its weights.
-        CheckpointError: There is no checkpoint, but --exit-on-missing-checkpoint is given; there is
-            no checkpoint of the iteration in --ckpt-step; the folder is not --save, and only its
-            subfolders contain checkpoints; all checkpoints are damaged; or the checkpoint is for a
-            different network.
+        CheckpointError: The path is a file; there is no checkpoint, but
+            --exit-on-missing-checkpoint is given; there is no checkpoint of the iteration in
+            --ckpt-step; the folder is not --save, and only its subfolders contain checkpoints; all
+            checkpoints are damaged; or the checkpoint is for a different network.
     """
     if config.checkpoint.load is None:
         return config, None

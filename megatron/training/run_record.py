@@ -91,7 +91,8 @@ def open_newest(
     """Open the newest intact checkpoint, durable or non-persistent, from which a run can resume.
 
     Collective. Non-persistent checkpoints are ignored if the run does not resume from its own
-    --save folder, or if the tracker was set back to an older checkpoint.
+    --save folder, with --finetune, --no-load-optim or --ckpt-step, and if the tracker was set back
+    to an older checkpoint.
 
     Args:
         config: The run's configuration, which has --load.

@@ -270,9 +270,10 @@ def _next_passes(run: Run) -> Passes:
 def _may_look_ahead(run: Run) -> bool:
     """Return whether the next forward pass may start before this update's result is known.
 
-    It may not if this is the last update, if the pass depends on another pipeline stage, if the
-    loss scale can still change, or if this update may restore the weights of a checkpoint. It also
-    may not if parts of an update are timed, because each update must be timed separately.
+    It may not if this is the last update or the next iteration is skipped, if the pass depends on
+    another pipeline stage, if `TrainingForward.may_run_ahead` is false, if the loss scale can still
+    change, or if this update may restore the weights of a checkpoint. It also may not if parts of
+    an update are timed, because each update must be timed separately.
     """
     return (
         not run.finished

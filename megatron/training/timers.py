@@ -189,7 +189,7 @@ class SectionClock:
             self._spans.append((self._mark(), self._section))
 
     def cut(self) -> None:
-        """End the update. What follows belongs to the next one."""
+        """End the update. The time that follows belongs to the next update."""
         mark = self._mark()
         self._last_spans, self._spans = [*self._spans, (mark, None)], [(mark, self._section)]
 

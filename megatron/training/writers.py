@@ -88,7 +88,7 @@ def _table(head: str, rows: list[tuple[str, Any]]) -> str:
 
 
 class Writer(Protocol):
-    """A destination for the scalars of one iteration.
+    """A destination for a run's metrics.
 
     All methods raise StorageError if the disk cannot be written to. A later `write` may succeed.
     """

@@ -5,8 +5,8 @@ A folder contains `.metadata` (a pickle that says where each box of each tensor 
 schedule, counters; since Core 0.19 a part of a `.distcp` file) and `metadata.json` (the format's
 version). Random states and extra states are never read.
 
-Megatron Core's older format, `torch`, has the files of Megatron-LM. It is written here, and
-`legacy` reads it.
+Megatron Core's older format, `torch`, uses Megatron-LM's file layout. It is written here, and read
+by `legacy`.
 
 Modules:
     index      `.metadata` as plain records, checked against the files

@@ -192,8 +192,8 @@ def _hybrid(args: Mapping[str, Json]) -> dict[str, Json]:
 def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
     """Return our flags for latent attention, or {} for other attention.
 
-    Its rotary embeddings are YaRN's unless --rope-type was given. With Core's default factor and
-    strengths, YaRN changes nothing.
+    Its rotary embeddings are YaRN's unless --rope-type was given. With Core's default scaling
+    factor and mscale values, YaRN changes nothing.
 
     Args:
         args: Core's command line.
@@ -229,9 +229,9 @@ def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _yarn(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return our flags for YaRN in ordinary attention, or {} for other positions.
+    """Return our flags for YaRN in ordinary attention, or {} for other position embeddings.
 
-    Core derives these settings from its flags, whose names are ours.
+    In ordinary attention, Core's flags for YaRN have the same names as ours.
 
     Args:
         args: Core's command line.

@@ -1,13 +1,13 @@
 """Write a checkpoint in Megatron Core's older format, `torch`.
 
-Such a folder has the files of Megatron-LM, one for each tensor-parallel rank and stage, so
-`LegacySaver` writes it. Within the files, names, order, arguments and the optimizer's settings are
-those of Megatron Core.
+Such a folder uses Megatron-LM's file layout, with a file for each tensor-parallel rank and stage,
+so `LegacySaver` writes it. Within the files, names, order, arguments and the optimizer's settings
+are those of Megatron Core.
 
 The optimizer's step count is in its parameter groups, where the optimizers of Transformer Engine
-and Apex keep it. PyTorch's AdamW, which Megatron Core uses where neither is installed, keeps a
-count for each parameter instead. Transformer Engine's optimizer refuses such a count as an unknown
-state, so it is left out.
+and Apex keep it. PyTorch's AdamW, which Megatron Core uses if neither is installed, keeps a count
+for each parameter instead. Transformer Engine's optimizer refuses such a count as an unknown state,
+so it is left out.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class DeepSeek(Mixtral):
 
         Args:
             settings: The keys of config.json.
-            model: The network. Its mixtures have only the number of experts set.
+            model: The network, with only the number of experts of its mixtures set.
         """
         experts, layers = max(model.num_experts or (1,)), model.num_layers
         inner = settings.size("moe_intermediate_size")

@@ -7,6 +7,6 @@ Modules:
     optimizer   which optimizer state belongs to which parameter
     arguments   the pickled command line
     reader      a Megatron-LM checkpoint through the `Reader` interface
-    file_plan   which parameter is written to which file, as data
+    file_plan   a plan of which parameter is written to which file
     writer      write any checkpoint, or a run's state, as such files
 """

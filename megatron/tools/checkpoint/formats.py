@@ -98,7 +98,7 @@ class SourceModel:
 def check_target(options: argparse.Namespace) -> None:
     """Check that the target folder has no checkpoints yet.
 
-    For a Hugging Face folder, the writer checks this itself.
+    For a folder in Hugging Face's or PEFT's format, the writer checks this itself.
 
     Raises:
         ConfigError: The folder has checkpoints.

@@ -129,7 +129,7 @@ def _stop_if_any(differences: list[str], run: Run, *, what: str, equal_at: int) 
     Args:
         differences: Descriptions of the tensors whose copies differ.
         run: The run.
-        what: What differs.
+        what: A name for the compared tensors, for the message.
         equal_at: The last iteration after which the copies were equal.
 
     Raises:

@@ -46,7 +46,7 @@ class SkippedUpdates(Callback):
 
     An update with non-finite gradients or a spike (`--on-spike`) has not changed the parameters.
     With a dynamic fp16 loss scale, overflowing gradients are not an error: they only lower the
-    scale. A non-finite loss is always an error.
+    scale. A non-finite loss never counts as an overflow.
 
     With `--on-spike rewind`, the callback also restores the weights of the last checkpoint.
     """
@@ -74,6 +74,7 @@ class SkippedUpdates(Callback):
 
         Raises:
             NumericsError: The policy ends the run.
+            CheckpointError: The checkpoint to rewind to is damaged or gone.
         """
         is_bad = outcome.found_nonfinite and not outcome.overflow
         if not is_bad and not outcome.found_spike:
