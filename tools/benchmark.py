@@ -5,9 +5,9 @@ r"""Measure pretraining: the real entry script with data loading, optimizer and 
         -- --overlap-grad-reduce --overlap-param-gather
     python tools/benchmark.py --workload S --compare HEAD~1
 
-This prints speed, memory, start-up time, a breakdown of a step, and the limits of this machine at
-the workload's shapes, and writes the same numbers as JSON to --output. Flags after -- are passed to
-pretrain_gpt.py.
+The tool prints speed, memory, start-up time, a breakdown of a step, and the limits of the machine
+at the workload's shapes, and writes the same numbers as JSON to --output. Flags after -- are passed
+to pretrain_gpt.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tools/benchmark_corpora.py --out docs/benchmarks/corpora.md
 
-This plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign-language pages in 20,000
-documents made from ../shared/data, builds the corpus, and compares the output with what was
+The tool plants 1,000 near-duplicates, 500 overlaps with tasks and 300 foreign-language pages in
+20,000 documents made from ../shared/data, builds the corpus, and compares the output with what was
 planted. Then it times deduplication alone, alternating with datatrove, text-dedup and datasketch if
 these are installed.
 

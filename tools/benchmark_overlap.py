@@ -5,9 +5,9 @@ messages (docs/tensor-parallelism.md).
 
     torchrun --nproc-per-node 2 tools/benchmark_overlap.py
 
-This prints a Markdown table of medians in microseconds. The default shapes are those of Llama-3-8B.
-On a CPU, these take minutes; use --tokens 64 --hidden-size 32 --qkv-size 48 --ffn-hidden-size 64
---rounds 1. On GPUs, PyTorch's own fused operations are included.
+The tool prints a Markdown table of medians in microseconds. The default shapes are those of
+Llama-3-8B. On a CPU, these take minutes; use --tokens 64 --hidden-size 32 --qkv-size 48
+--ffn-hidden-size 64 --rounds 1. On GPUs, PyTorch's own fused operations are included.
 """
 
 from __future__ import annotations

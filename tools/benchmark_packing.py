@@ -3,9 +3,10 @@ r"""Measure how many tokens of packed documents a loader process supplies per se
     python tools/benchmark_packing.py
     python tools/benchmark_packing.py --document-tokens 100 --workers 0 1 2
 
-This generates documents of random ids with exponentially distributed lengths, packs them, and times
-micro-batches of three kinds: a stream of documents that are kept apart (--reset-attention-mask),
-conversations (--sft) and pairs of answers (--preference-loss), each of which is two documents.
+The tool generates documents of random ids with exponentially distributed lengths, packs them, and
+times micro-batches of three kinds: a stream of documents that are kept apart
+(--reset-attention-mask), conversations (--sft) and pairs of answers (--preference-loss), each of
+which is two documents.
 """
 
 from __future__ import annotations

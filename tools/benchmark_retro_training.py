@@ -5,9 +5,10 @@ r"""Measure Retro's training step compared with a GPT that has the same layers.
     python tools/benchmark_retro_training.py --workload demo --layers 9 --precision fp32 \
         --iterations 3 --warmup 1
 
-This creates a working folder with the chunks of a random corpus and random neighbors. Both networks
-train on the same samples. If both used the GPU equally well, their speeds would be inversely
-proportional to their operations per token; "of expected" is the speed relative to this expectation.
+The tool creates a working folder with the chunks of a random corpus and random neighbors. Both
+networks train on the same samples. If both used the GPU equally well, their speeds would be
+inversely proportional to their operations per token; "of expected" is the speed relative to this
+expectation.
 """
 
 from __future__ import annotations

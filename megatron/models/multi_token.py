@@ -90,7 +90,7 @@ class Depth(nn.Module):
     def recomputes_all(recompute: RecomputePlan | None) -> bool:
         """Return whether the backward pass recomputes whole depths.
 
-        The method "block" recomputes the first layers of a stage and no depth, as in Megatron Core.
+        Method "block" recomputes the first layers of a stage but no depths, as in Megatron Core.
         """
         if recompute is None or recompute.granularity != "full":
             return False

@@ -266,7 +266,7 @@ class ChunkedCrossAttention(CrossAttention):
     def _slices(self) -> tuple[int, int]:
         """Number of slices of a sequence on this rank, and number of tokens to pad before each.
 
-        A negative number of tokens is cut off instead.
+        If the second number is negative, that many tokens are cut off instead.
         """
         return (1, 1 - self.chunk) if self.context_axis.size == 1 else (2, 1)
 

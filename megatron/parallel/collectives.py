@@ -484,7 +484,7 @@ class Communication:
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
-        """Start an in-place maximum of `x` over the ranks if each has only a shard of the input."""
+        """Start an in-place max-reduction of `x` if each rank has only a shard of the input."""
         if not self.gathers:
             return Pending(x)
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))

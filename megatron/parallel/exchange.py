@@ -2,7 +2,7 @@
 
 A product that is split by rows sends each block of rows as soon as it is ready, and receives the
 other ranks' rows when it needs them. The messages between an `open` and its `close` are one use of
-an exchange. All ranks make the same uses in the same order. In step i, a rank sends to the i-th
+an exchange. All ranks open the same uses in the same order. In step i, a rank sends to the i-th
 rank after it and receives from the i-th rank before it, cyclically.
 
 On a GPU, ranks write into each other's memory. Each rank tracks which slots of that memory are free
@@ -43,7 +43,7 @@ class Use(Protocol):
     def whole(self, own: Tensor) -> Tensor:
         """Return the received rows and this rank's own rows in rank order, [t rows, ...].
 
-        The result is valid until `close`. Call this method after all calls of `receive`.
+        The result is valid until `close`. Call this method after all calls to `receive`.
         """
 
     def close(self) -> None:

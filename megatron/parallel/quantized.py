@@ -126,8 +126,8 @@ class PackedWeight(torch.Tensor):
     ) -> tuple[tuple[Tensor, ...], None]:
         """Return the tensors that `fully_shard` gathers: a shard's codes and scales (ZeRO stage 3).
 
-        If a single process has the whole weight, as it may have the weights of its experts,
-        `fully_shard` copies only one tensor. Then this is one tensor with the bytes of both.
+        If a single process has the whole weight, as is possible for experts, `fully_shard` copies
+        only one tensor. The result is then a single tensor with the bytes of both.
 
         Args:
             mesh: The processes that share the weight.

@@ -483,7 +483,7 @@ def reasons(plans: list[Plan]) -> str:
 
 
 def on_other_hosts(request: PlanRequest, plan: Plan, network: ModelPlan) -> str:
-    """Return a line on how much an update's time depends on the host, or "" if it hardly does."""
+    """Return a line about the host's effect on the time of an update, or "" if it is small."""
     low, high = seconds_by_host(plan.config, network, request.gpus, request.machine)
     if high - low < _HOST_BOUND * plan.prediction.seconds:
         return ""
@@ -513,7 +513,7 @@ def _training_flags(request: PlanRequest, plan: Plan) -> list[str]:
 
 
 def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> str:
-    """Return a line with the best checkpoint interval and the goodput to expect."""
+    """Return a line with the best checkpoint interval and the expected goodput."""
     mean_interval = options.mtbf_hours * _HOUR / request.gpus
     failures = Failures(mean_interval, options.checkpoint_seconds, options.restart_seconds)
     interval = failures.best

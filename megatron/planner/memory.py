@@ -431,7 +431,7 @@ def _shared_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of weights and of gradients if processes share the weights.
 
-    `summed` is the bytes of a gradient while it is summed.
+    `summed` is the number of bytes per gradient element while gradients are summed.
     """
     split, width = _split_by(layout), config.precision.weight_dtype.itemsize
     # Two layers are gathered at a time: the current one and the next. The next one exists twice
@@ -457,7 +457,7 @@ def _whole_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of weights and of gradients if processes have whole weights.
 
-    `summed` is the bytes of a gradient while it is summed.
+    `summed` is the number of bytes per gradient element while gradients are summed.
     """
     split, numbers, matrices = _split_by(layout), config.precision, counts.matrices
     width, in_8_bits = numbers.weight_dtype.itemsize, counts.fp8 if numbers.fp8_format else 0

@@ -2,7 +2,7 @@
 
     python tools/openwebtext/blacklist_urls.py urls/ clean_urls.txt
 
-This reads all .txt files of the folder, one URL per line, and writes the good URLs in order.
+The command reads all .txt files of the folder, one URL per line, and writes the good URLs in order.
 """
 
 from __future__ import annotations

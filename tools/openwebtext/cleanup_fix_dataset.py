@@ -3,7 +3,7 @@ r"""Clean files of JSON lines: remove short documents, fix text, remove extra wh
     python tools/openwebtext/cleanup_fix_dataset.py --input-files a.json b.json \
         --tasks remove_512 ftfy_fix_text --output-path folder
 
-This writes folder/a_cleaned.json, and the removed documents as folder/a_filtered.json.
+The command writes folder/a_cleaned.json, and the removed documents as folder/a_filtered.json.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ r"""Find near-duplicates among the documents of JSON lines files with MinHash.
     python tools/openwebtext/find_duplicates.py --inputs cc.json cc_id news.json news_id \
         --output duplicates.json
 
-This writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py reads.
-The similarity is the Jaccard similarity of 5-grams of words, estimated from the fingerprints.
+The command writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py
+reads. The similarity is the Jaccard similarity of 5-grams of words, estimated from the
+fingerprints.
 """
 
 from __future__ import annotations

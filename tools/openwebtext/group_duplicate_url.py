@@ -2,7 +2,7 @@
 
     python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json 0.7
 
-This writes a line {"0": ["id", "other id", ...]} for each group of near-duplicates.
+The command writes a line {"0": ["id", "other id", ...]} for each group of near-duplicates.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Make a dataset from a Wikipedia dump; `make corpus WIKI=simple` runs this.
+"""Make a dataset from a Wikipedia dump; `make corpus WIKI=simple` runs this script.
 
     python tools/wikipedia/corpus.py --wiki simple --out corpora/simplewiki
 
-This downloads and verifies the newest dump, extracts the articles, joins them, trains a tokenizer
-unless --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. To continue an
-interrupted run, give the same command again.
+The command downloads and verifies the newest dump, extracts the articles, joins them, trains a
+tokenizer unless --tokenizer-model names one, and writes wikipedia_text_document.bin and .idx. To
+continue an interrupted run, give the same command again.
 """
 
 from __future__ import annotations

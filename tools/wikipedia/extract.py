@@ -2,9 +2,10 @@
 
     python tools/wikipedia/extract.py simplewiki-20261101-pages-articles.xml.bz2 --output articles
 
-This writes articles/part-00000.jsonl and so on, with id, url, title and text of each article. Until
-all parts are complete, the folder is called articles.unfinished. After an interruption, the same
-command continues the work. The output does not depend on the number of workers.
+The command writes articles/part-00000.jsonl and so on, with id, url, title and text of each
+article. Until all parts are complete, the folder is called articles.unfinished. After an
+interruption, the same command continues the work. The output does not depend on the number of
+workers.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ forward pass saves only the values needed to redraw it.
 
 Documents (`Segments`) are not sent: every rank knows the ends of all documents, and therefore which
 pairs of queries and keys in a block belong to the same document. Only these pairs are computed. If
-two ranks are further apart than the longest document, nothing is launched for their block. All keys
-and values still travel, because they pass through every rank to reach the next one.
+two ranks are further apart than the longest document, no kernel is launched for their block. All
+keys and values still travel, because they pass through every rank to reach the next one.
 
 With a window, blocks are pairs of chunks, and pairs further apart than the window are skipped.
 

@@ -94,11 +94,11 @@ class PipelineChannel:
         return other
 
     def with_samples(self, samples: int, usual: int) -> PipelineChannel:
-        """Return a channel for micro-batches of another size: this one, or a copy.
+        """Return a channel for micro-batches of a given size: this channel, or a copy.
 
         Args:
             samples: The number of samples in each micro-batch.
-            usual: The number of samples in a micro-batch of this channel's shapes.
+            usual: The number of samples in each micro-batch for which this channel was made.
         """
         if samples == usual:
             return self
