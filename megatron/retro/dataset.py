@@ -27,7 +27,7 @@ from megatron.retro.neighbors import NO_NEIGHBOR, neighbors_folder, query_datase
 from megatron.retro.workdir import read_arguments, read_digest
 from megatron.tokenizer.base import Tokenizer
 
-# The number of chunks whose neighbors are checked before training (2 GB at 20 neighbors per chunk).
+# The number of chunks whose neighbors are checked before training (2.7 GB at 20 neighbors each).
 _CHECKED = 1 << 24
 
 Ids = NDArray[np.int64]
