@@ -133,7 +133,8 @@ class BackgroundSaver:
             keep: Which older checkpoints to keep. None keeps all of them.
             write: `write_checkpoint`, or a function with the same arguments that writes another
                 format.
-            report: Function that rank 0's thread calls with the published checkpoint or the error.
+            report: Function that rank 0's thread calls with the iteration, and the published
+                checkpoint or the error.
 
         Raises:
             MemoryError: Raised on every rank if any rank lacks host memory for its copies.

@@ -62,7 +62,7 @@ class Source(names.Location):
 
 
 class CoreReader(Reader):
-    """A checkpoint of Megatron Core's GPT in its `torch_dist` format, under native names.
+    """A GPT or hybrid model of Megatron Core in its `torch_dist` format, under native names.
 
     `megatron_meta` documents `meta`.
     """

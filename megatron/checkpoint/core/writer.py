@@ -4,9 +4,9 @@ Every rank writes the parts of tensors that the plan of a native checkpoint assi
 `__<rank>_<n>.distcp`. Rank 0 adds the index and everything that is not a tensor of the network. All
 files are published following the protocol of `store`.
 
-Megatron Core also expects objects that are not tensors: the extra state of each linear layer, which
-is `None` without Transformer Engine's delayed scaling, and the states of its generators after
-seeding (see `legacy.writer`).
+Megatron Core also expects objects that are not tensors: the extra states of some modules, which are
+`None` without Transformer Engine's delayed scaling, and the states of its generators after seeding
+(see `legacy.writer`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class CoreSaver:
         Raises:
             StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
                 tracker is unchanged, and temporary files are removed.
-            CheckpointError: Megatron Core's model lacks one of the parameters.
+            CheckpointError: Megatron Core does not support the network, the schedule or the
+                optimizer states (`CoreFiles`).
         """
         files = CoreFiles(self.config, snapshot)
         exchange = JsonExchange(snapshot.layout.world)
@@ -130,8 +131,8 @@ def convert_to_core(
 
     Raises:
         StorageError: The checkpoint cannot be written. Nothing is left behind.
-        CheckpointError: Megatron Core's model lacks one of the parameters, another job is saving
-            into the folder, or the source is damaged.
+        CheckpointError: Megatron Core does not support the network, the schedule or the optimizer
+            states (`CoreFiles`), another job is saving into the folder, or the source is damaged.
     """
     state = store.state_of(reader, keep_optimizer=keep_optimizer)
     meta = reader.meta if keep_optimizer else {**reader.meta, "optimizer": None}
@@ -158,8 +159,9 @@ class CoreFiles:
             snapshot: This rank's share of the checkpoint.
 
         Raises:
-            CheckpointError: Megatron Core's model lacks one of the parameters, or some layers
-                lack optimizer states.
+            CheckpointError: Megatron Core does not support the network, the saved schedule or an
+                optimizer state, its model lacks one of the parameters, or some layers lack
+                optimizer states.
         """
         self.config, self.snapshot = config, snapshot
         model, plan = config.model, snapshot.plan
@@ -446,8 +448,8 @@ class CoreFiles:
             return {"optimizer": inner, **scaler, "param_state_sharding_type": _SHARDING}
         state = {}
         if not self._is_engine or self.config.optimizer.optimizer == "sgd":
-            # PyTorch's Adam takes a step from every parameter, Transformer Engine's takes it from
-            # the group and raises KeyError if a parameter has one.
+            # PyTorch's Adam reads a step count for each parameter. Transformer Engine's reads one
+            # for the group, and raises KeyError if a parameter has one.
             state["common_step"] = torch.tensor(float(counters["step"]))
         tree = {"state": state, "param_groups": groups}
         in_16_bits = any(name.endswith(f".{MASTER}") for name in self.locations)

@@ -230,7 +230,7 @@ def _consumed_samples(args: Mapping[str, Json], iteration: int) -> int:
 
 
 def _consumed_tokens(args: Mapping[str, Json]) -> Json:
-    """Return the metadata about tokens seen, or {}. Only Megatron-DeepSpeed counts tokens."""
+    """Return the metadata about tokens seen, or {}. Megatron-LM does not count tokens."""
     tokens = args.get("consumed_train_tokens")
     return {"consumed_train_tokens": tokens} if type(tokens) is int and tokens >= 0 else {}
 

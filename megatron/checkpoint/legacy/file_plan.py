@@ -90,14 +90,13 @@ def plan_files(
 
     Args:
         shapes: The shapes of all parameters, by native name without "model.".
-        parts: The model's parts, first to last. Each stage has the same number of parts, and all
-            parts have the same number of layers.
+        parts: The model's parts, first to last. Each stage has the same number of parts.
         split: The numbers of tensor-parallel ranks and pipeline stages.
         arrangement: The row order and the splits of parameters in the files.
 
     Raises:
-        CheckpointError: Megatron's model lacks a parameter, or a parameter cannot be split this
-            way.
+        CheckpointError: Megatron's model lacks a parameter, or the parameters or layers cannot be
+            split this way.
     """
     encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)  # 0 if not a T5
     _check(shapes, parts, split.pipeline_model_parallel_size, encoder)
@@ -120,15 +119,15 @@ def plan_core_files(
     Args:
         shapes: The shapes of all parameters of a BERT, or of a GPT without mixtures of experts, by
             native name without "model.".
-        parts: The model's parts, first to last. All have the same number of layers.
+        parts: The model's parts, first to last.
         split: The numbers of tensor-parallel ranks and pipeline stages.
         arrangement: The row order and the splits of parameters in the files.
         model: The network.
         is_engine: Whether Megatron Core builds the layers from Transformer Engine's modules.
 
     Raises:
-        CheckpointError: Megatron Core's model lacks a parameter, or a parameter cannot be split
-            this way.
+        CheckpointError: Megatron Core's model lacks a parameter, a parameter cannot be split this
+            way, or the parts have different numbers of layers.
     """
     scheme = NamingScheme(
         model=vars(model),

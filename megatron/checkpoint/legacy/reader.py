@@ -54,8 +54,9 @@ _Part = tuple[RankFile, TensorRef, int | None]  # file, tensor, index of the exp
 class LegacyReader(Reader):
     """A checkpoint of Megatron-LM under native names.
 
-    It may be a GPT, BERT, T5, Retro or bi-encoder of v1.0 to 23.08, a GPT of the Llama-2 fork, or
-    the weights of Megatron Core's GPT or BERT in its `torch` format.
+    It may be a GPT, BERT, T5, Retro or bi-encoder of v1.0 to 23.08, a GPT of the Llama-2 fork, or a
+    GPT or BERT of Megatron Core in its `torch` format. The states of Megatron Core's distributed
+    optimizer are not read.
 
     `megatron_meta` documents `meta`.
     """
@@ -210,7 +211,7 @@ class LegacyReader(Reader):
     def _read_states(
         self, optimizer: Any, parameters: Sequence[legacy.Parameter]
     ) -> OptimizerState | None:
-        """Return a file's optimizer states, or `None` if their format is not supported."""
+        """Return a file's optimizer states, or `None` if there are none in a supported format."""
         try:
             return read_optimizers(optimizer, parameters)
         except CheckpointError as error:

@@ -127,7 +127,8 @@ class LegacySaver:
         Raises:
             StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
                 tracker is unchanged, and temporary files are removed.
-            CheckpointError: Megatron's model lacks one of the parameters.
+            CheckpointError: Megatron does not support the network, its split, the schedule or an
+                optimizer state (`LegacyWriter`).
         """
         layout, folder = snapshot.layout, iteration_folder(snapshot.iteration)
         exchange = JsonExchange(layout.world)
@@ -166,8 +167,9 @@ def convert_to_legacy(
 
     Raises:
         StorageError: The checkpoint cannot be written. Nothing is left behind.
-        CheckpointError: Megatron's model lacks one of the parameters, another job is saving into
-            the folder, or the source is damaged.
+        CheckpointError: Megatron does not support the network, its split, the schedule or an
+            optimizer state (`LegacyWriter`), another job is saving into the folder, or the source
+            is damaged.
     """
     writer = LegacyWriter(reader, config, keep_optimizer=keep_optimizer)
     folder = iteration_folder(reader.iteration) if reader.iteration else RELEASE
