@@ -496,8 +496,8 @@ def gpt_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     symbols = layer_symbols(model.hybrid_layer_pattern) or [""] * model.num_layers
     choices = list(zip(*(kind(model, model.num_layers) for kind in kinds), symbols, strict=True))
     depths = model.mtp_num_layers or 0
-    # As in Megatron Core, a depth is like the last layer, except that windows and rotations are
-    # numbered anew: those of depth 1 are those of layer 1.
+    # As in Megatron Core, a depth is like the last layer, except that windows and rotations start
+    # again with those of the first layer: depth 1 has those of layer 1.
     experts, _, _, is_delta, symbol = choices[-1]
     numbered = (choices[min(depth, model.num_layers - 1)] for depth in range(depths))
     ahead_choices = [

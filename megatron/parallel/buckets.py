@@ -99,7 +99,7 @@ class ParameterTraits:
         replica_axis: The axis of the processes that hold the same weight, over which its gradient
             is averaged: "data", or "expert_data" for the weights of an expert.
         waves: In stage 2, the pipeline operations that add to the gradient.
-        gathered_in_8_bits: Whether updated weights are cast to fp8 before they are gathered.
+        gathered_in_8_bits: Whether updated weights are cast to FP8 before they are gathered.
         is_partial: Whether each tensor rank processes only a part of the sequence or some of the
             heads, so the gradient must be summed over the tensor axis before it is averaged.
         is_tied: Whether a copy on another pipeline stage adds to the gradient after the backward

@@ -66,7 +66,7 @@ class Kernels:
         new_products: A function that creates the products of one linear layer in attention or an
             MLP.
         output_products: The products that compute logits.
-        expert_casts: The casts to fp8 for experts; `None` if experts do not multiply in 8 bits.
+        expert_casts: The casts to FP8 for experts; `None` if experts do not multiply in 8 bits.
         attention: The implementation of the attention core.
         own_attention: The attention core for sequences that are entirely on this rank, regardless
             of the number of context-parallel ranks.

@@ -95,7 +95,7 @@ class AmaxHistory:
     Args:
         layers: The names of the layers. No other process may use the same names for different
             layers.
-        largest: The largest value of each role's fp8 format, in the order of `ROLES`.
+        largest: The largest value of each role's FP8 format, in the order of `ROLES`.
         scaling: The rule that derives scales from the history.
         layout: The grid of processes. Its tensor ranks hold shards of these layers, and its
             replicas hold copies.
@@ -374,7 +374,7 @@ class Fp8Products(Products):
             return lambda: both
         rows = x.flatten(0, -2).contiguous()
         part = self._cast(rows, "input", communication, records=records)
-        # gloo does not support fp8.
+        # gloo does not support FP8.
         values = communication.start_gather(part.values.view(torch.uint8))
         scales = communication.start_gather(part.inverse) if self._fp8_format.by_row else None
 
@@ -432,7 +432,7 @@ class Fp8Products(Products):
                 fused_amax.forget()
 
     def rows_of(self, operand: Operand) -> Tensor:
-        """Return the rows as bytes, because gloo does not support fp8."""
+        """Return the rows as bytes, because gloo does not support FP8."""
         return operand[1].view(torch.uint8)
 
     def with_all_rows(self, operand: Operand, rows: Tensor, *, copy: bool) -> Operand:

@@ -216,7 +216,7 @@ class Fp8Weights:
             weights.
 
     Attributes:
-        bytes: The whole buffer as uint8, for gathering (gloo does not support fp8).
+        bytes: The whole buffer as uint8, for gathering (gloo does not support FP8).
     """
 
     def __init__(

@@ -400,7 +400,7 @@ def _update(
         if stage == 3:
             copied = _COPIED_WHOLE + _COPIED_SHARD / size
             messages += micro_batches * parameters * copied / machine.copy
-    # With fp8, every update casts the weights again.
+    # With FP8, every update casts the weights again.
     optimizer = (updated * OPTIMIZER_BYTES + cast * FP8_CAST) / machine.copy
     return messages, optimizer, launches * machine.launch
 
