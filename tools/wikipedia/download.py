@@ -35,7 +35,7 @@ from megatron.errors import ConfigError, DataError, StorageError
 
 DUMPS = "https://dumps.wikimedia.org"
 _ATTEMPTS = 5  # consecutive attempts without new data
-_SECONDS = 60  # seconds without data after which a connection is given up
+_SECONDS = 60  # seconds without data after which a connection is closed
 _BLOCK = 1 << 20
 _LIST_BYTES = 16 << 20  # the longest list of checksums to read
 _ALGORITHMS = {"sha1": 40, "md5": 32, "sha256": 64}  # with their numbers of hexadecimal digits
@@ -68,7 +68,7 @@ class Checksum(NamedTuple):
 
 
 class AbsentError(DataError, exit_code=DataError.exit_code):
-    """The server does not have the requested file."""
+    """The server does not have the requested file, or refuses to send it."""
 
 
 class Source(NamedTuple):
@@ -157,7 +157,7 @@ def _wait_or_raise(url: str, error: Exception, attempt: int) -> None:
     """Wait before the next attempt, or raise an error if another attempt would be useless.
 
     Raises:
-        AbsentError: The file does not exist.
+        AbsentError: The file does not exist, or the server refuses to send it.
         DataError: This was the last attempt.
     """
     if isinstance(error, urllib.error.HTTPError):
