@@ -151,7 +151,7 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
         except CheckpointError:
             return None, f"{name} is not a regular file"
         except OSError as error:
-            return None, f"cannot be read ({error.strerror})"
+            return None, f"{name} cannot be read ({error.strerror})"
         text = data.decode("ascii", errors="replace")
         match = pattern.fullmatch(text)
         if len(data) > _TRACKER_BYTES or match is None:

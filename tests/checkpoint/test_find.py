@@ -49,6 +49,17 @@ def test_a_torn_tracker_falls_back_to_the_newest(tmp_path, capsys, content):
     assert len(warning) < 500
 
 
+def test_a_tracker_that_cannot_be_read_is_named_in_the_warning(tmp_path, capsys, monkeypatch):
+    save_state(tmp_path, 1)
+
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("megatron.checkpoint.find.open_plain", refuse)
+    assert [checkpoint.iteration for checkpoint in list_checkpoints(tmp_path)] == [1]
+    assert f"{TRACKER} cannot be read (Permission denied)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", [b"1", b"1\r\n", b"1\n", b" 1 ", b"0000001"])
 def test_a_tracker_that_other_programs_wrote_is_followed(tmp_path, capsys, content):
     for iteration in (1, 2):
