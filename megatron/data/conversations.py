@@ -54,7 +54,7 @@ from megatron.tokenizer.chat_template import (
 _VERSION = 1  # the version of this module's encoding; a new version invalidates caches
 _FORMATS = ("messages", "sharegpt", "completion", "preference", "text")
 _COUNTS = ("records", "bad", "too_long", "cut", "untrained", "tokens", "trained", *_FORMATS)
-_RENDER_SECONDS = 10.0  # the time limit for rendering one record
+_RENDER_SECONDS = 10.0  # the processor time for rendering one record
 _MEMORY = 2 << 30  # bytes that a process may use in addition to those of the loaded libraries
 _MEMORY_REMEDY = "Shorten records of many megabytes, or use a machine with more memory"
 _BLOCK_BYTES = 1 << 19
@@ -355,12 +355,15 @@ def _concatenated(
 
 @contextmanager
 def _limited_time(seconds: float) -> Iterator[None]:
-    """Interrupt the block after `seconds`. `_limit_process` must have been called before."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    """Interrupt the block after `seconds` of processor time, however busy the machine is.
+
+    `_limit_process` must have been called before.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _limit_process() -> None:
@@ -372,7 +375,7 @@ def _limit_process() -> None:
             "loop forever: give another one with --chat-template"
         )
 
-    signal.signal(signal.SIGALRM, stop)
+    signal.signal(signal.SIGPROF, stop)
     statm = Path("/proc/self/statm")
     if statm.exists():  # systems without /proc do not limit address spaces
         pages = int(statm.read_text(encoding="ascii").split()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import cast
@@ -11,7 +12,8 @@ from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.chat_template import TRAINING_DATE, Chat, ChatTemplate, trained_text
 
-_TIMEOUT = 5.0  # seconds for a template to render two messages
+_CPU_SECONDS = 5  # the processor time for a template to render two messages
+_TIMEOUT = 60.0  # seconds, of which a busy machine may use the most for other processes
 _ANSWER = "Yes"
 _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content": _ANSWER}]
 
@@ -20,7 +22,7 @@ def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer)
     """Return the id of the token that ends the assistant's turn, or `None` if no single token does.
 
     Generation stops at this token. The template is not trusted, so it is rendered in a separate
-    process with a time limit.
+    process with a limit of processor time.
 
     Args:
         source: The text of the template.
@@ -47,6 +49,7 @@ def _send_turn_end(
     sender: Connection, source: str, special: Mapping[str, str], tokenizer: Tokenizer
 ) -> None:
     end = None
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     try:
         template = ChatTemplate(source, special, TRAINING_DATE)
         text, spans = trained_text(template, Chat(_MESSAGES))

@@ -43,12 +43,13 @@ def _tokenizer(folder: Path) -> Tokenizer:
 def test_the_token_after_the_answer(
     template: str, end: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_end, "_TIMEOUT", 1.0 if template == _LOOP else 30.0)
+    monkeypatch.setattr(turn_end, "_CPU_SECONDS", 1 if template == _LOOP else 60)
+    monkeypatch.setattr(turn_end, "_TIMEOUT", 250.0)
     tokenizer = _tokenizer(tmp_path)
     start = time.monotonic()
     found = find_turn_end(template, {"eos_token": "<|endoftext|>"}, tokenizer)
     assert (None if found is None else tokenizer.detokenize([found])) == end
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 200
 
 
 def test_no_process_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +67,9 @@ def test_a_process_that_dies_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template that exhausts the memory may end it."""
-    monkeypatch.setattr(turn_end, "_TIMEOUT", 30.0)
+    monkeypatch.setattr(turn_end, "_TIMEOUT", 250.0)
     tokenizer = _tokenizer(tmp_path)
     monkeypatch.setattr(tokenizer, "tokenize_with_special", lambda _: os._exit(1))
     start = time.monotonic()
     assert find_turn_end(_CHATML, {}, tokenizer) is None
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < 200
