@@ -58,6 +58,7 @@ MEMORY_REMEDY = "To reduce memory, use fewer --workers or a smaller --max-line-m
 _BYTES_PER_WORKER = 8 << 20
 # The number of characters passed to Punkt at a time. Its memory use grows with this number.
 _SLICE = 1_000_000
+_END_SECONDS = 60.0  # in which a process that has closed its pipes exits, on a busy machine too
 
 
 # The languages of NLTK's punkt_tab.
@@ -478,14 +479,14 @@ def map_in_order(
 
 def _worker_error(worker: Any, reader: Any, report: Connection, remedy: str) -> Exception:
     """Return the error to raise for a worker that ended before it answered."""
-    worker.join(timeout=5)
+    worker.join(timeout=_END_SECONDS)
     code = worker.exitcode
     if code == 0:  # the worker got no more tasks, because the reader had ended
         try:
             error = report.recv()
             return error if isinstance(error, UserError) else RuntimeError(error)
         except (EOFError, OSError):
-            reader.join(timeout=5)
+            reader.join(timeout=_END_SECONDS)
             code = reader.exitcode
     return ShortageError(
         f"a worker process ended with exit code {code} (-9: killed, -6: aborted), usually because "
