@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -89,3 +91,12 @@ def same_files(one: Path, other: Path) -> bool:
     """Return whether all files of `one` are in `other`, bit for bit."""
     names = [path.name for path in one.iterdir()]
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def open_below(folder: Path) -> list[str]:
+    """Return the paths in a folder that this process has open, one for each descriptor."""
+    paths = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of this listing
+            paths.append(os.readlink(link))
+    return sorted(path for path in paths if path.startswith(f"{folder.resolve()}/"))

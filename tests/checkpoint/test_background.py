@@ -74,7 +74,7 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, monkeypatch):
     write = store.write_shard
 
     def slow(*arguments):
-        go_on.wait(10)
+        go_on.wait(240)
         return write(*arguments)
 
     monkeypatch.setattr(store, "write_shard", slow)

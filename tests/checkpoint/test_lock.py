@@ -12,6 +12,7 @@ import pytest
 
 from megatron.checkpoint.lock import LOCK, _start_time, save_lock
 from megatron.errors import CheckpointError, StorageError
+from tests.checkpoint.states import open_below
 
 
 def _hold(root):
@@ -21,7 +22,7 @@ def _hold(root):
     if child == 0:
         with save_lock(root):
             os.write(done, b"x")
-            time.sleep(60)
+            time.sleep(600)
         os._exit(0)
     assert os.read(ready, 1) == b"x"
     os.close(ready)
@@ -63,10 +64,9 @@ def test_a_process_of_another_user_may_live(tmp_path, monkeypatch):
 
 
 def test_a_release_lets_the_next_in(tmp_path):
-    opened = os.listdir("/proc/self/fd")
     with save_lock(tmp_path / "new" / "folder") as file:
-        pass
-    assert len(os.listdir("/proc/self/fd")) == len(opened)
+        assert open_below(tmp_path) == [str(file)]
+    assert open_below(tmp_path) == []
     assert file.stat().st_mode & 0o711 == 0o600
     assert not file.read_text()
     _end(_hold(tmp_path / "new" / "folder"))

@@ -89,30 +89,39 @@ def test_a_process_keeps_a_shard_of_weights_and_gradients(size, dtype):
         assert measured == pytest.approx(8 / size, rel=0.02)
 
 
-def _waits_seen(layout):
-    """Return what the watchdog could see of a forward and backward pass that rank 1 joins late."""
+def _waits_seen(layout, sign):
+    """Return what the watchdog can see of a forward and backward pass that rank 1 joins late.
+
+    Rank 1 joins when `sign`, a file, says that rank 0 has been seen to wait.
+    """
     network, sharded = _build(layout, torch.float32)
     seen, done = set(), threading.Event()
 
     def watch():
         while not done.wait(0.001):
             transfer = layout.journal.waits_for
-            seen.update([(transfer.kind, transfer.ranks)] if transfer is not None else [])
+            if transfer is not None:
+                seen.add((transfer.kind, transfer.ranks))
+                sign.touch()
 
     watcher = threading.Thread(target=watch)
-    watcher.start()
     sharded.zero()
-    time.sleep(0.3 * layout.world.rank)
+    if layout.world.rank == 0:
+        watcher.start()
+    deadline = time.monotonic() + 50  # before the other rank gives up
+    while layout.world.rank == 1 and not sign.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     with sharded.micro_batch(is_last=True):
         network(torch.ones(2, 1, 64)).sum().backward()
     done.set()
-    watcher.join()
+    if layout.world.rank == 0:
+        watcher.join()
     return seen, layout.journal.started, layout.journal.waits_for
 
 
-def test_what_pytorch_waits_for_stands_in_the_journal():
+def test_what_pytorch_waits_for_stands_in_the_journal(tmp_path):
     """Forward gathers 4 layers and the rest, backward gathers 3 layers again; all are reduced."""
-    (seen, *first), (_, *second) = run_distributed(2, _waits_seen)
+    (seen, *first), (_, *second) = run_distributed(2, _waits_seen, tmp_path / "sign")
     assert ("all-gather", (0, 1)) in seen
     assert first == second == [{(0, 1): 5 + 4 + 5}, None]
 

@@ -170,7 +170,7 @@ def test_killed_at_every_file_and_restarted_it_makes_the_same_folder(
     while kills <= len(whole):
         child = start_method().Process(target=_run_and_die, args=(asked, workdir, 1))
         child.start()
-        child.join(60)
+        child.join(240)
         if child.exitcode == 0:
             break
         assert child.exitcode == -signal.SIGKILL
@@ -491,12 +491,12 @@ def test_a_second_job_in_the_same_folder_is_refused(words: list[str], tmp_path: 
     def hold(ready: Any, done: Any) -> None:
         with save_lock(tmp_path / "w"):
             ready.set()
-            done.wait(60)
+            done.wait(240)
 
     ready, done = start_method().Event(), start_method().Event()
     other = start_method().Process(target=hold, args=(ready, done))
     other.start()
-    ready.wait(60)
+    assert ready.wait(240)
     try:
         with pytest.raises(CheckpointError, match="give another folder to --retro-workdir"):
             preprocess(words, tmp_path / "w")

@@ -14,7 +14,7 @@ from tests.repository import ROOT
 from tests.tasks.toy import WORDS, save_bert, save_toy
 
 EXAMPLES = ROOT / "examples"
-SCRIPTS = [*EXAMPLES.glob("evaluate_*.sh"), *EXAMPLES.glob("finetune_*.sh")]
+SCRIPTS = sorted([*EXAMPLES.glob("evaluate_*.sh"), *EXAMPLES.glob("finetune_*.sh")])
 
 
 def _run(script, environment, *flags, new=False):

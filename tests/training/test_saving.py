@@ -58,7 +58,7 @@ class _LateCopy(QueuedCopy):
         self.done.set()
 
     def wait(self):
-        assert self.done.wait(20), "the weights have changed and nobody waited for their copy"
+        assert self.done.wait(240), "the weights have changed and nobody waited for their copy"
 
 
 class _LateStream(CopyStream):
