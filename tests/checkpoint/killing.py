@@ -30,7 +30,7 @@ def run_forked(function: Callable[[], object]) -> int:
 
 
 def kill_at(boundary: int) -> None:
-    """Die at the given system call, counted from now and from 0; a write is half done by then."""
+    """Die at the given system call, counted from 0 from now on; a write is half done by then."""
     seen = 0
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ def make_state(seed: int, hidden: int = 8) -> State:
 
 
 def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: Layout) -> Path:
-    """Save a state in the native format, with meta data like a run's. Collective over all ranks."""
+    """Save a state in the native format, with metadata like a run's. Collective over all ranks."""
     words = entries.get("model.embedding.word.weight")
     rows = words.global_shape[0] if isinstance(words, Entry) else 0
     meta = {**meta_of(iteration), "padded_vocab_size": rows, **meta}
@@ -44,7 +44,7 @@ def save(root: Path | str, iteration: int, entries: State, meta: Json, layout: L
 
 
 def meta_of(iteration: int) -> dict[str, Json]:
-    """Return the meta data that every checkpoint has."""
+    """Return the metadata that every checkpoint has."""
     numbers = {"iteration": iteration, "consumed_train_samples": 0, "padded_vocab_size": 0}
     return {**numbers, "config": {}}
 

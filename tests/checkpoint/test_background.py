@@ -165,7 +165,7 @@ def test_a_bug_in_the_background_ends_the_run(tmp_path, monkeypatch):
 
 
 def _save_what_changed(layout, root):
-    """Save three times: without rank 0's tensors, and with them, which begin during the run."""
+    """Save three times: rank 0 has no tensors at first, but has some in the later saves."""
     rank = layout.world.rank
     states = [{f"model.{i}": Entry.whole(torch.full((5 + i,), float(i)))} for i in range(2)]
     saver, told = _saver(root, {} if rank == 0 else states[1], layout)
@@ -179,7 +179,7 @@ def _save_what_changed(layout, root):
     saver._write = watched
     for iteration in (1, 2, 3):
         state = {} if (iteration, rank) == (1, 0) else states[rank]
-        # The pause is that of the rank which has waited longest.
+        # The reported pause is that of the rank that has waited longest.
         saver.start(iteration, state, meta_of(iteration), since=time.perf_counter() - 1000 * rank)
         sizes.append(saver.host_bytes)
         saver.wait()

@@ -1,6 +1,6 @@
-"""What random networks save is loaded in other layouts and written in other formats, to the bit.
+"""Checkpoints of random networks load in other layouts and convert to other formats bit for bit.
 
-Other tests try each kind of network alone or with what it is known to meet. To try more:
+Other tests try each kind of network alone or in combinations known to matter. To try more:
 
     python -m tests.checkpoint.test_combinations --count 200 --seed 1
 """
@@ -94,7 +94,7 @@ class Combination:
 
     @property
     def tolerance(self) -> float:
-        """The relative difference between losses of two layouts."""
+        """Return the allowed relative difference between the losses of two layouts."""
         return 2e-2 if {"--bf16", "--fp16"} & set(self.flags) else 1e-4
 
     def words(self, layout: int) -> list[str]:
@@ -159,7 +159,7 @@ def _run(found: Combination, layout: int, function: Training, *more: str) -> lis
     except UserError as error:
         return str(error)
     except RuntimeError as error:
-        if "megatron.errors." in str(error):  # a rank's
+        if "megatron.errors." in str(error):  # raised by a rank
             return str(error)
         raise
 
@@ -199,7 +199,7 @@ def _is_close(found: Combination, losses: list[float] | str, expected: list[floa
 
 
 def problems_of(found: Combination, folder: Path) -> Iterator[str]:
-    """Train, and yield what is wrong with what was saved."""
+    """Train, and yield each problem with the saved checkpoint."""
     first = folder / "first"
     losses = _run(found, 0, _train, "--save", str(first))
     if isinstance(losses, str):

@@ -79,7 +79,7 @@ def test_a_release_lets_the_next_in(tmp_path):
         ({"host": socket.gethostname(), "pid": 1, "started": "not its start"}, False),
         ({"host": socket.gethostname(), "pid": 1 << 22, "started": "1"}, False),
         ({"host": socket.gethostname(), "pid": 1 << 22, "started": None}, False),
-        # A container's processes have the same ids in its next run.
+        # A container's processes have the same IDs in its next run.
         (
             {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_time(os.getpid())},
             False,
@@ -114,7 +114,7 @@ def test_a_process_is_known_by_its_start_where_there_are_no_locks(tmp_path, monk
     holder = json.loads((tmp_path / LOCK).read_text())
     assert (holder["host"], holder["pid"]) == (socket.gethostname(), child)
     fields = Path(f"/proc/{child}/stat").read_text().split()
-    assert holder["started"] == fields[22 - 1]  # of proc(5); this program's name has no spaces
+    assert holder["started"] == fields[22 - 1]  # see proc(5); this program's name has no spaces
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")

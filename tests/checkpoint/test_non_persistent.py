@@ -79,7 +79,7 @@ def _copied(layout: Layout, folder: Path) -> None:
 
 
 def _alone(layout: Layout, folder: Path) -> None:
-    """Without copies, losing a machine loses the checkpoint; a full disk publishes nothing."""
+    """Run without copies: a lost machine loses the checkpoint; a full disk publishes nothing."""
     root = folder / f"machine{layout.world.rank // 2}"
     store = NonPersistentStore(root, "a run", layout)
     _save(store, layout, 4)

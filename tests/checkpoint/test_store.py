@@ -92,7 +92,7 @@ def test_a_folder_that_another_program_wrote_is_not_replaced(tmp_path):
 
 
 def _hold_half(layout):
-    """Hold rows split over tensor ranks, a copy on every rank, and something of each rank's own."""
+    """Return rows split over tensor ranks, a tensor that all ranks have, and one of this rank."""
     whole = make_state(9)["model.layers.0.mlp.up.weight"].tensor
     rows = whole.chunk(layout.tensor.size)[layout.tensor.rank]
     start = layout.tensor.rank * rows.shape[0]

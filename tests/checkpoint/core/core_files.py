@@ -108,7 +108,7 @@ def core_tensors(reader: Reader, *, stacked: bool) -> dict[str, Tensor]:
 
 
 def cut(name: str, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return boxes (offsets, sizes) that cut by layer and expert, and each of those in half."""
+    """Return boxes (offsets, sizes): each layer's or expert's part, halved if its size is even."""
     sizes = list(shape)
     leading = int("decoder.layers." in name and not re.search(r"layers\.\d", name))
     leading += ".experts.experts." in name
@@ -121,7 +121,7 @@ def cut(name: str, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[
 
 
 def write_core(folder: Path, tensors: Mapping[str, Tensor], common: Mapping[str, Any]) -> Metadata:
-    """Write a folder, with objects that no reader needs; return what its `.metadata` contains."""
+    """Write a folder, including objects that no reader needs; return the content of `.metadata`."""
     folder.mkdir(parents=True)
     contents = {name: bytearray() for name in FILES}
     turns = itertools.cycle(FILES)
@@ -246,7 +246,7 @@ class Grid:
 def _held(
     whole: Mapping[str, Tensor], prefix: str, args: Namespace, grid: Grid, at: tuple[int, int, int]
 ) -> dict[str, Tensor]:
-    """Return a rank's parts of the tensors with a prefix, under the names in its file."""
+    """Return a rank's parts of the tensors with this prefix, under their names in its file."""
     found: dict[str, Tensor] = {}
     stage, rank, expert_rank = at
     per_stage = args.num_layers // grid.stages

@@ -1,7 +1,7 @@
-"""Networks that are written for Megatron Core and read again, and logits of Core's own models.
+"""Networks written in Megatron Core's format and read back, and logits of Core's own models.
 
-Core's models computed the logits on a CPU. Every weight is a wave that depends on its name's place
-in the alphabet, so that a file can be written again from the names and shapes alone.
+Core's models computed the logits on a CPU. Every weight is a sine wave whose phase is the position
+of its name in sorted order, so a file can be rebuilt from the names and shapes alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _reload(layout, source, words, target):
 
 
 def resave_both_ways(native, words, folder, processes, sizes):
-    """Check that a layout saves the bits that it loads, for Megatron Core and back."""
+    """Check that saving for Megatron Core and loading that keeps every bit in a layout."""
     core, again = folder / "core", folder / "again"
     run_distributed(processes, resave, native, words, core, **sizes)
     run_distributed(processes, _reload, core, words, again, **sizes)
@@ -88,7 +88,7 @@ def resave_both_ways(native, words, folder, processes, sizes):
 
 
 def stored_tensors(folder):
-    """Return all tensors of a folder as PyTorch's own loader reads them, and the other names."""
+    """Return all tensors that PyTorch's own loader reads from a folder, and its other names."""
     index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     held = {
         name: torch.empty(one.size, dtype=one.properties.dtype)

@@ -52,7 +52,7 @@ def test_windows_are_written_as_core_has_them_and_read_again(frequency, layers):
 
 
 def test_how_the_run_split_its_documents_is_read():
-    """Files of Megatron-LM 23.08 do not have --ckpt-format; ours have all our settings."""
+    """Files of Megatron-LM 23.08 do not have --ckpt-format; our files have all our settings."""
     megatrons = {"num_layers": 2}
     assert core_config(megatrons)["data"] == {}
     for name in ("ckpt_format", "dist_ckpt_format"):
@@ -82,7 +82,7 @@ def test_a_network_without_positions_is_written_as_core_can_load_it():
 
 
 def test_rotary_embeddings_with_no_position_embedding_are_read_as_rotary():
-    """--no-position-embedding only says that there is no table of positions."""
+    """--no-position-embedding only means that there is no table of positions."""
     config = parse("--position-embedding-type rope").config
     args = vars(core_arguments(config, {}, rows=1024, dtype=torch.float32, data_parallel=1))
     args |= {"add_position_embedding": False, "use_rotary_position_embeddings": False}
@@ -128,7 +128,7 @@ def test_a_layer_of_one_expert_among_others_is_dense(flags, frequency):
 
 @pytest.mark.parametrize(("flags", "expected"), [("", False), ("--disable-bias-linear", True)])
 def test_core_turns_on_biases_of_queries_with_all_others(flags, expected):
-    """Our flag for the former is off if all linear layers have biases."""
+    """Our --add-qkv-bias is off if all linear layers have biases."""
     config = parse(f"--num-layers 4 {flags} {'--add-qkv-bias' if expected else ''}").config
     meta = {"consumed_train_samples": 0, "iteration": 0}
     args = core_arguments(config, meta, rows=1024, dtype=torch.float32, data_parallel=1)

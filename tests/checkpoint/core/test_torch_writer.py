@@ -150,7 +150,7 @@ def test_a_run_continues_from_what_it_saved(tmp_path, name):
         assert {"model0", "model1"} <= tree.keys()
         last = tree["model1"]
         assert ("output_layer.weight" in last) == folder.endswith("_001")
-        assert "decoder.layers.0.mlp.linear_fc2.weight" in last  # numbered from the part's first
+        assert "decoder.layers.0.mlp.linear_fc2.weight" in last  # numbered within the part
         assert "decoder.layers.1.mlp.linear_fc2.weight" not in last
     if "--qk-layernorm" not in flags:  # the output shares the word embeddings
         for rank in ("00", "01"):

@@ -189,7 +189,7 @@ def gemma_shapes(config: Config) -> Shapes:
 
 
 def gemma(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Gemma, Gemma 2 and Gemma 3; norm weights are stored as offsets from one."""
+    """Return logits of Gemma, Gemma 2 or 3; norm weights are stored as offsets from one."""
     version = {"gemma": 1, "gemma2": 2, "gemma3_text": 3}[config["model_type"]]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -250,7 +250,7 @@ def gpt_oss_shapes(config: Config) -> Shapes:
 
 
 def gpt_oss(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """gpt-oss: attention sinks, windows in alternate layers, and interleaved gate and up rows."""
+    """Return logits of gpt-oss: sinks, alternating windows, interleaved gate and up rows."""
     eps, limit = config["rms_norm_eps"], config["swiglu_limit"]
 
     def expert(x: Tensor, at: str, number: int) -> Tensor:
@@ -306,7 +306,7 @@ def olmo_shapes(config: Config) -> Shapes:
 
 
 def olmo(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """OLMo 2 and 3: norms on the outputs of attention and MLP, and across all heads at once."""
+    """Return logits of OLMo 2 or 3: norms on attention's and MLPs' outputs and across heads."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return rms(x, w[f"{name}.weight"], config["rms_norm_eps"])
@@ -354,7 +354,7 @@ def phi_shapes(config: Config) -> Shapes:
 
 
 def phi(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Phi-3: fused projections, and partial rotary embeddings."""
+    """Return logits of Phi-3: fused projections, and partial rotary embeddings."""
     eps, size = config["rms_norm_eps"], config["hidden_size"] // config["num_attention_heads"]
     counts = [config["num_attention_heads"], *[config["num_key_value_heads"]] * 2]
     base, share = config["rope_theta"], config["partial_rotary_factor"]
@@ -404,7 +404,7 @@ def neox_shapes(config: Config) -> Shapes:
 
 
 def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """GPT-NeoX: query, key and value rows grouped by head; optionally a parallel MLP."""
+    """Return logits of GPT-NeoX: projections grouped by head; optionally a parallel MLP."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
@@ -426,7 +426,7 @@ def neox(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
 
 
 def _slopes(heads: int) -> list[float]:
-    """Follow the paper: beyond a power of two, take every other slope of twice as many heads."""
+    """Return ALiBi's slopes: beyond a power of two, every other slope of twice as many heads."""
     power = 2 ** math.floor(math.log2(heads))
     ratio = 2 ** -(8 / power)
     more = _slopes(2 * power)[::2][: heads - power] if power < heads else []
@@ -474,7 +474,7 @@ def falcon_shapes(config: Config) -> Shapes:
 
 
 def falcon(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """BLOOM and Falcon: rows of each group's queries, then its key and value."""
+    """Return logits of BLOOM or Falcon: rows of each group's queries, then its key and value."""
     config = _named(config)
     is_bloom = config["model_type"] == "bloom"
 

@@ -59,10 +59,10 @@ class Case:
     """A model: its config.json, and the properties of its family.
 
     Attributes:
-        config: of the folder.
-        qkv_bias: biases of queries, keys, values.
-        head_norm: norms of each head's query and key.
-        projection_norm: norms of all heads' queries together, and of the keys.
+        config: The folder's config.json.
+        qkv_bias: Whether queries, keys and values have biases.
+        head_norm: Whether each head's query and key are normalized.
+        projection_norm: Whether all heads' queries are normalized together, and the keys too.
     """
 
     config: dict[str, Any]
@@ -422,7 +422,7 @@ CASES: dict[str, Case] = {
 
 
 def tensors_of(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensors:
-    """Return random tensors for a folder; a layer's values do not depend on the rest."""
+    """Return random tensors for a folder, the same ones for the same seed."""
     kind = _FAMILIES.get(case.config["model_type"])
     if kind is not None:
         shapes = kind.shapes(case.config)
@@ -494,7 +494,7 @@ def _mixture(config: Mapping[str, Any]) -> tuple[str, tuple[str, str, str], int]
 
 
 def _mlp_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors between a layer's second norm and the next layer."""
+    """Return the tensor shapes of a layer's MLP or mixture."""
     inner, at = config["intermediate_size"], f"model.layers.{layer}"
     if not _is_mixture(config, layer):
         return _three(f"{at}.mlp", _PROJECTIONS, inner)

@@ -139,7 +139,7 @@ def _delta_net(config: Config, w: Tensors, x: Tensor, at: str) -> Tensor:
 
 
 def logits(config: Config, w: Tensors, tokens: Tensor) -> Tensor:
-    """Delta nets, gated attention and a shared expert; norm weights are offsets from one."""
+    """Return logits: delta nets, gated attention, a shared expert; norm weights minus one."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return rms(x, 1 + w[f"{name}.weight"], config["rms_norm_eps"])

@@ -94,7 +94,7 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(kind, activation, tmp_path,
     ],
 )
 def test_what_files_lack_is_not_compared(kind, changes, found, tmp_path, capsys):
-    """Sentence-vector models often lack the pooler; the first BERT's config.json has extra keys."""
+    """Sentence encoders often lack the pooler; the first BERT's config.json has extra keys."""
     keys = {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}
     keys |= {"pruned_heads": {}, "num_labels": 2}
     save(kind, tmp_path / "a", **changes, **keys)

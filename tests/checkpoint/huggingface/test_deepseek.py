@@ -122,7 +122,7 @@ def _parameters(config: dict[str, Any]) -> int:
 
 
 def _with_depth(folder: Path, *, changed: str = "", left_out: str = "") -> Path:
-    """As in DeepSeek-V3's original files, a layer for one further token follows the others."""
+    """Write a folder with a layer for multi-token prediction, as in DeepSeek-V3's own files."""
     case = CASES["deepseek v3"]
     tensors, at = tensors_of(case), f"model.layers.{LAYERS}"
     generator = torch.Generator().manual_seed(4)

@@ -488,7 +488,7 @@ def test_published_models_have_their_size(name: str) -> None:
 
 
 def test_gpt_j_s_heads_turn_as_many_channels_as_its_file_says() -> None:
-    """The share of a head is a fraction, and that of 26 in 46 channels is rounded down."""
+    """The share is stored as a fraction: 46 * (26 / 46) is below 26 in floating point."""
     family = families()["gptj"]
     for size, channels in ((46, 26), (47, 12), (49, 2), (64, 64), (256, 64)):
         config = {**CASES["gpt-j"].config, "n_embd": 2 * size, "n_head": 2, "rotary_dim": channels}

@@ -66,7 +66,7 @@ NETWORK = """
 """
 
 
-# The table of these models has two rows of padding here, which their files do not have.
+# The word embedding of these models has two rows of padding here, which their files lack.
 _FROM_FILES = """
     --use-checkpoint-args --seq-length 12 --hidden-dropout 0 --attention-dropout 0
     --vocab-size 69 --make-vocab-size-divisible-by 8
@@ -268,7 +268,7 @@ def _weight_of(module):
     return f"{name.removesuffix(inner)}.{'gate_up' if name.endswith(inner) else 'down'}_proj"
 
 
-# Modules of `transformers` that compute several of our projections, or in another order.
+# Modules of `transformers` that compute several of our projections, or order rows differently.
 FUSED = {
     "phi 3": "--lora-target-modules all-linear --use-dora",
     "neox": "--lora-target-modules all-linear --use-dora",

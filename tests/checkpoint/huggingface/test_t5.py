@@ -266,7 +266,7 @@ CORPUS = """
 
 
 def test_a_corpus_in_its_own_tokens_has_the_loss_of_transformers(tmp_path, capsys):
-    """From text to a model that fills in runs, with its own sentinels and its own loss.
+    """From text to a model that fills in spans, with its own sentinels and its own loss.
 
     The loss of `transformers` prepends the decoder's start token itself.
     """

@@ -34,7 +34,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def config_of(name: str) -> dict[str, object]:
-    """Return a config; a family without a reference model differs from Llama only in this."""
+    """Return a family's config; StableLM, without a reference model, is Llama's with changes."""
     if name != "stablelm":
         return CASES[name].config
     biased = dict.fromkeys(("use_qkv_bias", "use_parallel_residual"), True)
@@ -154,7 +154,7 @@ _GEMMA: dict[str, object] = {
     "sliding_window": 7,
 }
 _PARTLY: dict[str, object] = {"rope_type": "default", "rope_theta": 900.0}
-# Beyond 30 tokens, as in the loss's texts and as generated texts grow, long_factor applies.
+# long_factor applies beyond 30 tokens, which the loss's texts and generated texts exceed.
 _LONG_ROPE: dict[str, object] = {
     "hidden_size": 48,
     "original_max_position_embeddings": 30,
@@ -395,7 +395,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-def test_a_model_has_their_loss_and_says_what_they_say(name: str, tmp_path: Path) -> None:
+def test_loss_and_generated_text_match_transformers(name: str, tmp_path: Path) -> None:
     """Random models with odd sizes, as `transformers` creates and saves them."""
     torch.manual_seed(5)
     own = deepcopy(DENSE[name] if name in DENSE else MIXTURES[name])

@@ -167,7 +167,7 @@ def test_a_damaged_file_is_refused_or_reads_the_same(golden, tmp_path):
     refused, records = 0, original.rindex(b"PK\x01\x02")
     for trial in range(60):
         data = bytearray(original)
-        # A third anywhere, a third in the pickled tree, a third in the zip directory.
+        # A third of the damage is anywhere, a third in the pickled tree, a third in the directory.
         low, high = ((0, len(data)), (0, 40_000), (records - 9_000, len(data)))[trial % 3]
         if trial % 10 == 9:
             del data[rng.randrange(low, high) :]

@@ -1,4 +1,4 @@
-"""Files of other kinds than 23.08's plain ones, with the same model."""
+"""Kinds of files other than 23.08's plain ones, with the same model."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_names_of_megatron_core(tmp_path, capsys, changes):
 
 
 def test_the_first_version_s_keys(tmp_path):
-    """v1: `total_iters`, `lr_scheduler`, 16-bit states under other names, only counters."""
+    """Version 1 has `total_iters`, `lr_scheduler`, and other names for the optimizer's states."""
     model = {name: tensor.half().float() for name, tensor in whole_model().items()}
 
     def age(tree, _):
