@@ -73,7 +73,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
     for name, kind in records.items():
         found[name] = _flags(kind, {field.name for field in fields(kind)})
     for name, kind in _config_types().items():
-        found[name] = _flags(kind, inspect.get_annotations(kind))  # those of its bases are theirs
+        found[name] = _flags(kind, inspect.get_annotations(kind))  # without inherited flags
     # Paths become text, and tuples lists.
     return json.loads(json.dumps(found, default=str))
 

@@ -44,8 +44,8 @@ def test_a_recipe_becomes_its_script_and_flags_follow_it(monkeypatch: pytest.Mon
         ("--retro-workdir runs/retro --num-layers 6", "retro"),
         ("--decoder-seq-length 8 --num-layers 6", "t5"),
         ("--bert-no-binary-head", "bert"),
-        ("--num-layers 6 --mask-prob 0.1", "gpt"),  # for BERT and T5
-        ("--retro-workdir runs/retro --decoder-seq-length 8", "gpt"),  # refuses both
+        ("--num-layers 6 --mask-prob 0.1", "gpt"),  # a flag of BERT and T5
+        ("--retro-workdir runs/retro --decoder-seq-length 8", "gpt"),  # GPT refuses both flags
     ],
 )
 def test_flags_without_a_recipe_name_the_script(words: str, kind: str) -> None:

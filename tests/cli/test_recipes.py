@@ -117,7 +117,7 @@ def test_counts_have_three_digits_and_a_unit(count: int | None, text: str) -> No
         ("--decoder-seq-length 8", "t5"),
         ("--retro-workdir x --decoder-seq-length 8", "gpt"),
         ("--lr 1", "gpt"),
-        ("--lora-rank 4", "gpt"),  # also for others
+        ("--lora-rank 4", "gpt"),  # a flag of other recipes too
     ],
 )
 def test_flags_of_one_network_choose_it(words: str, architecture: str) -> None:

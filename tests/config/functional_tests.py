@@ -84,7 +84,7 @@ def problems_of(kind: str, flags: Mapping[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print each configuration that is refused, what is refused how often, and the total."""
+    """Print each refused configuration, how often each flag is refused, and the total."""
     parser = argparse.ArgumentParser(prog="python -m tests.config.functional_tests")
     parser.add_argument("checkout", type=Path, help="a checkout of Megatron-LM")
     found = {

@@ -184,7 +184,7 @@ def test_the_yaml_file_of_another_script_is_refused_by_name(tmp_path):
     [
         ("BertWordPieceCase --vocab-file v", "BertWordPieceCase without --vocab-extra-ids has no"),
         ("BertWordPieceCase --vocab-file v --vocab-extra-ids 9", None),
-        ("SentencePieceTokenizer --tokenizer-model m", None),  # it may have its own
+        ("SentencePieceTokenizer --tokenizer-model m", None),  # the model may contain sentinels
         ("HuggingFaceTokenizer --tokenizer-model m", None),
         (
             "HuggingFaceTokenizer --tokenizer-model m --vocab-extra-ids 9",

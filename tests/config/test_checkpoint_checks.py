@@ -154,7 +154,7 @@ _LINES = [
 def test_a_mistake_and_its_line(words: str, line: str) -> None:
     lines = problems(words, world_size=8)
     assert line in lines
-    assert len(lines) == 1 or "pipeline-model-parallel-size" in words  # which has rules of its own
+    assert len(lines) == 1 or "pipeline-model-parallel-size" in words  # has its own rules
 
 
 _DELTA = {"experimental_attention_variant": "gated_delta_net"}

@@ -42,7 +42,7 @@ _OF_RETRO: dict[str, Any] = {
     "without": ["--mock-data", "--seq-length", "--num-layers"],
 }
 
-_Row = tuple[str, dict[str, Any], list[str]]  # words, how to read them, and what is said
+_Row = tuple[str, dict[str, Any], list[str]]  # words, options of the parser, messages
 
 # The exact problems.
 _REFUSED: list[_Row] = [
@@ -575,7 +575,7 @@ def test_numbers_below_their_bounds_are_reported_and_break_no_rule(
 def test_a_missing_number_is_reported_and_nothing_else(
     words: str, how: dict[str, Any], name: str
 ) -> None:
-    """No rule takes it for a number."""
+    """No rule treats it as a number."""
     without = how.get("without", [])
     if name not in without:
         found = problems(words, **{**how, "without": [*without, name]})

@@ -55,7 +55,7 @@ _DEVIATIONS = {
 
 
 def _differences(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return how we read a flag differently from Megatron's parser: (here, there) by property."""
+    """Return the properties of a flag that differ in Megatron's parser, as (ours, theirs)."""
     there = {"type": row.get("type"), "many": row.get("many", False)}
     here: dict[str, Any]
     if name in _KNOWN:
@@ -337,8 +337,8 @@ def test_a_family_is_read_as_its_entries_say() -> None:
     ]
 
 
-# Performance flags of Megatron Core's later versions, as scripts have them, and a word in the
-# reply.
+# Performance flags of Megatron Core's later versions, as scripts write them, and words of the
+# error.
 _LATER_REFUSED = {
     "--no-overlap-p2p-communication": "drop the flag",
     "--disable-tp-comm-split-ag": "--tp-comm-overlap",

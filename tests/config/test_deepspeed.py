@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON file and Megatron-DeepSpeed's flags: each is used, or answered by name."""
+"""DeepSpeed's JSON file and Megatron-DeepSpeed's flags: each is used, or reported by name."""
 
 from __future__ import annotations
 
@@ -466,7 +466,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", key_table().untranslated)
-def test_keys_without_translation_are_answered(tmp_path: Path, key: str) -> None:
+def test_keys_without_translation_are_refused_or_noticed(tmp_path: Path, key: str) -> None:
     """DeepSpeed's default is accepted silently; anything else is refused or gets a notice."""
     answer = key_table().untranslated[key]
     on = read(tmp_path, _nested(key, None)).notices

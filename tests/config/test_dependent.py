@@ -37,7 +37,7 @@ def test_all_needs_are_tried_here() -> None:
 def test_each_is_said_where_it_is_in_vain(path: str, field: Field) -> None:
     start, need = RunOptions(), field.info.needs
     assert need is not None
-    if need.is_met(start):  # what is on by default is turned off
+    if need.is_met(start):  # turn off what is on by default
         turned = {"training.manual_gc": False, "optimizer.optimizer": "sgd"}
         turned["evaluation.eval_iters"] = 0
         start = with_values(start, {**turned, "model.use_flash_attn": True})

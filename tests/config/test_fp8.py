@@ -36,8 +36,8 @@ def test_a_mistake_and_its_line(words: str, line: str) -> None:
     assert problems(words) == [line]
 
 
-def test_the_least_value_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Transformer Engine's default history, 1 is still a valid history."""
+def test_the_minimum_is_not_taken_for_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history of 1 stays valid and is reported if the default is Transformer Engine's 1024."""
     (field,) = (one for one in fields_of(PrecisionConfig) if one.name == "fp8_amax_history_len")
     others = tuple(
         (f"precision.{one.name}", replace(one, default=1024) if one == field else one)
@@ -73,7 +73,7 @@ def test_what_is_gathered_in_8_bits() -> None:
         assert parse(f"{_DELAYED} {words} {_GATHER}").config.precision.fp8_param_gather
 
 
-def test_every_matrix_has_sizes_that_products_in_8_bits_take() -> None:
+def test_every_matrix_has_sizes_that_8_bit_products_support() -> None:
     """This includes the keys and values that heads share, and a T5's decoder."""
     words = "--bf16 --fp8-format hybrid --kv-channels 20 --group-query-attention"
     (line,) = problems(f"{words} --num-query-groups 1")

@@ -53,7 +53,7 @@ def test_a_mistake_and_its_line(words: str) -> None:
     assert problems(words) == [_LINES[words]]
 
 
-# What some of them need to take effect.
+# Flags that some of them need to take effect.
 _MORE = {
     "--overlap-param-gather": "--zero-stage 1",
     "--distributed-backend gloo": "--tensor-model-parallel-size 2",

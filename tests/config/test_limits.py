@@ -27,7 +27,7 @@ _OFFLOADED = "--fine-grained-activation-offloading --offload-modules"
 _SAMPLED = "--sample-prompts prompts --bf16"
 _VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
 
-# What comes before both values, the value that fits, the one that does not, what is then said.
+# The flags before the value, the last accepted value, the first refused one, and the message.
 _PAIRS = [
     ("--min-lr", "0.001", "0.0011", "is above --lr 0.001: lower it"),
     ("--lr-warmup-init", "0.001", "0.0011", "is above --lr 0.001: lower it"),

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM back to 2019 (table 1.4 of the facts)."""
+"""Flags of Megatron-LM back to 2019."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ _REFUSED = {
     "--shared-query-context-model": "--biencoder-shared-query-context-model is only for ICT",
     "--ict-one-sent": "--use-one-sent-docs is only for ICT",
 }
-# For one program only; the others refuse it and name that program.
+# Flags of one program only; the others refuse them and name that program.
 _ELSEWHERE = {
     "--cloze-eval": "tasks/main.py --task LAMBADA: ",
     "--webtext-eval": "tasks/main.py --task PERPLEXITY: ",
@@ -149,7 +149,7 @@ def test_translated_with_one_notice(words: str) -> None:
     run = parse(words, *more, without=without)
     values = flatten(run.config)
     assert {path: values[path] for path in _TRANSLATED[words]} == _TRANSLATED[words]
-    # Then DeepSpeed's defaults, or what Core's routers have.
+    # The second notice is about DeepSpeed's defaults, or the biases of Core's routers.
     assert len(run.notices) == 1 + (words in _OF_MIXTURES or "--num-experts" in words)
     kind = "a flag of Megatron-DeepSpeed, " if words in _OF_MIXTURES else "an old flag ("
     assert run.notices[0].startswith(f"{words.partition(' --')[0]} is {kind}")

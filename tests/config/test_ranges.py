@@ -111,8 +111,8 @@ def test_no_flag_takes_a_whole_number_beyond_64_bits(value: int, tmp_path: Path)
     assert [p for p in fields if not any(f" {p}: {refused}" in line for line in lines)] == []
 
 
-def test_the_largest_number_that_each_takes_is_answered_too() -> None:
-    """All other flags are unchanged: no list of that length is built, and nothing overflows."""
+def test_the_largest_number_of_each_flag_is_checked() -> None:
+    """No list of that length is built, messages stay short, and nothing overflows."""
     for name, section in sections().items():
         for field in (field for field in fields_of(section) if field.kind is int):
             value = (2**63 - 1,) * 3 if field.many else 2**63 - 1

@@ -1,4 +1,4 @@
-"""Every flag of every release is read, translated, or answered by name, and never ignored.
+"""Every flag of every release is read, translated, or reported by name, and never ignored.
 
 `megatron_releases.json` has the names in the training parsers of Megatron-LM's releases
 (arguments.py, those of its inference and Model Optimizer, and what Core makes from dataclasses), of

@@ -1,4 +1,4 @@
-"""Bi-encoder flags: which ones it takes, and what cannot be combined with it."""
+"""Bi-encoder flags: which flags a bi-encoder takes, and what it cannot be combined with."""
 
 import pytest
 

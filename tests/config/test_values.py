@@ -1,4 +1,4 @@
-"""Values that sections compute from their fields, and texts that are read."""
+"""Values that sections compute from their fields, and texts that they parse."""
 
 from __future__ import annotations
 
