@@ -405,7 +405,6 @@ class GradientBuffer:
             return None
         self._uses[id(parameter)] = self._uses.get(id(parameter), 0) + 1
         self._unslotted = None
-        self._reducer.expect(self._reducer.buckets)
 
         @contextmanager
         def add() -> Iterator[tuple[Tensor, bool]]:

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.parallel.buckets import ParameterTraits, Span, lay_out, plan_buckets, row_shards
+from megatron.parallel.buckets import (
+    ParameterTraits,
+    Span,
+    distribute,
+    has_little_padding,
+    lay_out,
+    plan_buckets,
+    row_shards,
+)
 
 
 def test_slots_are_aligned_and_do_not_overlap():
@@ -51,6 +59,34 @@ def test_whole_tensors_are_dealt_out_evenly():
     ((span, slots),) = lay_out([8] * 6, alignment=4, limit=100, shards=3, keeps_whole=True)
     assert span.size == 48  # no padding
     assert [slot.start // 16 for _, slot in slots] == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_largest_tensors_are_dealt_first_each_to_the_emptiest_shard():
+    assert distribute([3, 8, 1, 4, 2], 2) == ([(1, 4), (0, 0), (0, 8), (1, 0), (1, 7)], 9)
+    assert [has_little_padding(sizes, 2) for sizes in ([10, 8], [11, 8], [5, 5, 5, 4])] == [
+        *(True, False, True),
+    ]  # 10% is little
+
+
+def test_a_last_bucket_with_much_padding_joins_the_one_before_unless_that_must_end():
+    sizes, options = [8, 8, 8, 8, 4], {"alignment": 4, "limit": 16, "shards": 2}
+
+    def members(**more):
+        return [[i for i, _ in slots] for _, slots in lay_out(sizes, **options, **more)]
+
+    assert members() == [[0, 1], [2, 3], [4]]
+    assert members(keeps_whole=True) == [[0, 1], [2, 4, 3]]
+    assert members(keeps_whole=True, ends={3}) == [[0, 1], [2, 3], [4]]
+    assert members(ends={0, 4}) == [[0], [1, 2], [3, 4]]
+
+
+def test_buckets_have_64_mebibytes_by_default():
+    parameters = [_traits(name, 2**24, torch.float32) for name in "abc"]
+    plan = plan_buckets(parameters, replicas={"data": 2}, zero_stage=1, gradients_in_fp32=True)
+    assert _sent(plan) == [["c"], ["b"], ["a"]]
+    less = [replace(one, shape=(2**24 - 64,)) for one in parameters]
+    plan = plan_buckets(less, replicas={"data": 2}, zero_stage=1, gradients_in_fp32=True)
+    assert _sent(plan) == [["c", "b"], ["a"]]
 
 
 def test_shards_of_rows():

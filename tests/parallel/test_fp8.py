@@ -7,14 +7,14 @@ import torch
 
 from megatron.device import Device
 from megatron.kernels.fp8 import E4M3, E5M2, Fp8Casts, choose_fp8_casts
-from megatron.kernels.fp8_product import choose_fp8_product
+from megatron.kernels.fp8_product import choose_fp8_product, reference_product
 from megatron.kernels.library import find_library
 from megatron.parallel.build import BuildContext
 from megatron.parallel.fp8 import AmaxHistory, DelayedScaling, Fp8Format, Fp8Products
 from megatron.parallel.layers import Linear
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import ZEROS
-from megatron.parallel.products import LinearCall
+from megatron.parallel.products import LinearCall, RowOperands
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -163,6 +163,45 @@ def test_the_first_update_scales_as_it_goes_the_second_by_the_first(form):
     history.update(2)
     held = [slot.scale_amax.item() for slot in products.slots.values()]
     assert held == [x.abs().max().item() for x in later]
+
+
+def test_only_the_forward_pass_may_accumulate_with_fewer_bits():
+    fast = []
+
+    def product(*args, **options):
+        fast.append(options.get("fast", False))
+        return reference_product(*args, **options)
+
+    products = Fp8Products(Fp8Format(), Fp8Casts(), product)
+    x, weight, grad = _tensors(1)
+    out, x_grad, _ = _use(products, x, weight, grad)
+    by_out, by_in = products.weight_operands(weight)
+    operands = [products.prepare_input(x, None, training=True), products.prepare(grad)]
+    for operand, matrix, backward, expected in (
+        (operands[0], by_out, False, out),
+        (operands[1], by_in, True, x_grad),
+    ):
+        into = torch.empty_like(expected)
+        rows = RowOperands(operand, matrix, backward=backward)
+        products.multiply_rows(rows, products.rows_of(operand), into)
+        assert torch.equal(into, expected)
+    assert fast == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_parts_of_a_weight_are_cast_like_the_whole(delayed):
+    weight, amax = _tensors(2)[1], torch.tensor(0.05)
+    products, history = _delayed(FORMS[0])
+    if not delayed:
+        products.scale_by({})
+    whole = Fp8Casts().cast(weight, amax, E4M3).values.view(torch.uint8).flatten()
+    into = torch.zeros_like(whole)
+    for start, end in ((0, 64), (64, len(whole))):
+        part = weight.flatten()[start:end]
+        products.cast_part(part, amax, into[start:end].view(E4M3))
+    assert torch.equal(into, whole)
+    recorded = history.slots("layer")["weight"].running_amax
+    assert recorded == (weight.abs().max() if delayed else 0)
 
 
 def test_micro_batches_add_up_to_a_maximum_however_often_they_are_computed():

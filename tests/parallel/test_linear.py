@@ -8,7 +8,8 @@ import torch
 from megatron.parallel.build import BuildContext
 from megatron.parallel.exchange import GroupExchange
 from megatron.parallel.layers import Linear
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Axis, Layout
+from megatron.parallel.linear import OverlappedColumn, OverlappedRow
 from megatron.parallel.parameter import Init, initialize
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
 from tests.distributed import run_distributed
@@ -97,6 +98,20 @@ class Full(GroupExchange):
 
     def open(self, rows):
         raise AssertionError("it does not fit")
+
+
+def test_the_largest_message_of_a_layer_must_fit():
+    """A row layer sends 1 of 2 shards of its output, a column layer its own shard of the input."""
+
+    class Noting:
+        axis = Axis(2)
+
+        def fits(self, elements, dtype):
+            return elements, dtype
+
+    x, weight = torch.empty(6, 3, 5, dtype=torch.bfloat16), torch.empty(2, 4, 5)
+    assert OverlappedRow(Noting()).fits(x, weight) == (6 * 3 // 2 * 8, torch.bfloat16)
+    assert OverlappedColumn(Noting()).fits(x, weight) == (6 * 3 * 5, torch.bfloat16)
 
 
 def other_cases(layout):

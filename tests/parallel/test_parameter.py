@@ -89,6 +89,16 @@ def test_elements_beyond_four_billion_blocks_do_not_repeat_the_first():
     assert torch.equal(far[4:], part((2**36,), (4,), (2**34 + 4,)))
 
 
+def test_no_more_blocks_of_random_words_are_computed_than_needed(monkeypatch):
+    blocks = []
+    monkeypatch.setattr(
+        initialization, "philox", lambda c, key: blocks.append(c[0].numel()) or philox(c, key)
+    )
+    for shape, offset in (((8,), 0), ((8,), 2), ((6,), 2), ((1,), 3)):
+        part((100,), shape, (offset,))
+    assert blocks == [2, 3, 2, 1]
+
+
 def test_normal_distribution():
     values = whole((1000, 1000), dtype=torch.float64).flatten() / NORMAL.scale
     count = values.numel()

@@ -65,6 +65,7 @@ def test_a_packed_weight_is_read_like_a_tensor():
         assert torch.equal(packed.values(), plain)
         assert packed.codes.untyped_storage().data_ptr() == weight.codes.data_ptr()
     assert torch.equal(weight.view(-1, 32), values.view(-1, 32))
+    assert [len(part) for part in weight[0].split(3)] == [3, 3, 2]
 
 
 def test_what_would_be_lost_is_refused():

@@ -9,10 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.config.parallel import ParallelConfig
 from megatron.parallel.build import BuildContext
+from megatron.parallel.expert_linear import ExpertLinear
 from megatron.parallel.layers import Linear, Projections
+from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.parameter import Init, spec_of
-from megatron.parallel.sharded import ShardedModel
+from megatron.parallel.replicas import shares_weights
+from megatron.parallel.sharded import ShardedModel, _experts
 from tests.distributed import run_distributed
 
 
@@ -148,3 +152,27 @@ def test_spans_tile_every_parameter_evenly():
             if name.endswith("0.0.weight"):
                 assert whole == (2, 64, 64)
                 assert shape == (2, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("stage", "replicas", "expert_replicas", "shares"),
+    [(3, 2, 1, True), (3, 1, 2, True), (3, 1, 1, False), (2, 2, 2, False), (0, 2, 2, False)],
+)
+def test_only_stage_3_with_several_replicas_shares_weights(
+    stage, replicas, expert_replicas, shares
+):
+    layout = Layout(replica=Axis(replicas), expert_replica=Axis(expert_replicas))
+    assert shares_weights(ParallelConfig(zero_stage=stage), layout) == shares
+
+
+def test_the_outermost_modules_of_experts_only_are_sharded_over_their_own_replicas():
+    context, init = BuildContext(Layout.single()), Init("normal", 0.1)
+
+    def experts():
+        return ExpertLinear((2, 4, 4), context, split_dim=1, init=init, bias=False)
+
+    mixture = nn.ModuleDict({"up": experts(), "down": nn.Sequential(experts())})
+    router = Linear(4, 2, context, split=None, init=init)
+    layer = nn.ModuleList([nn.Sequential(router, nn.ReLU(), mixture), last := experts()])
+    assert _experts(layer) == [mixture, last]
+    assert _experts(nn.Sequential(router)) == []

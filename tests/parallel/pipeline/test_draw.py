@@ -72,3 +72,24 @@ def test_a_picture_has_a_box_for_each_operation(
     keys = [to_hex(patch.get_facecolor()) for patch in legend.legend_handles]  # type: ignore[union-attr]
     assert keys == [colors[0], colors[2], colors[1], colors[3], "#eeeeee"]
     assert to_hex(axes.get_facecolor()) == "#eeeeee"
+
+
+def test_only_boxes_with_room_for_their_label_have_one_and_no_screen_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    # A row is 15 inches wide, and a digit takes 0.09 inches.
+    ends = (0, 0.8, 1.65, 3.35, 5.3, 150)
+    spans = [
+        Interval(start, end, Operation("forward", number, 0))
+        for start, end, number in zip(ends, ends[1:], (1, 2, 33, 44, 5), strict=False)
+    ]
+    matplotlib.use("svg")
+    draw(Timeline((tuple(spans),)), "", 1, tmp_path / "new" / "schedule.png")
+    assert matplotlib.get_backend().lower() == "agg"
+    (axes,) = drawn[0].axes
+    assert [text.get_text() for text in axes.texts] == ["44", "5"]
+    assert (tmp_path / "new").is_dir()

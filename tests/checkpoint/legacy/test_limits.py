@@ -1,0 +1,164 @@
+"""The largest values that a pickle may contain are read, and the next larger ones are refused."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.legacy.unpickler import (
+    NAMES,
+    STORAGES,
+    Factory,
+    Opaque,
+    StorageRef,
+    TensorRef,
+    read_pickle,
+    show,
+)
+from megatron.errors import CheckpointError
+
+
+def _read(body: bytes, protocol: int = 2, **options: Any) -> Any:
+    return read_pickle(b"\x80%c" % protocol + body + b".", "file", **options)
+
+
+def _integer(bits: int) -> bytes:
+    return b"\x8a\x20" + (2**bits - 1).to_bytes(32, "little")
+
+
+def _text(length: int) -> bytes:
+    return b"X" + struct.pack("<I", length) + b"x" * length
+
+
+def _lists(scalars: int) -> bytes:
+    """Return 7984 times one list of 1000 numbers, and some numbers: 7,999,969 values and those."""
+    inner = b"](" + b"K\x01" * 1000 + b"eq\x00"
+    return inner + b"](" + b"h\x00" * 7984 + b"K\x01" * scalars + b"e"
+
+
+def _call(module: bytes, name: bytes, arguments: bytes) -> bytes:
+    return b"c" + module + b"\n" + name + b"\n(" + arguments + b"tR"
+
+
+def _enums(last: int) -> bytes:
+    """Return calls with 7 texts of 1,000,000 characters and one of `last`."""
+    text = _text(1_000_000) + b"q\x000"
+    call = _call(b"megatron.enums", b"Kind", b"h\x00") + b"0"
+    return text + call * 7 + _call(b"megatron.enums", b"Kind", _text(last))
+
+
+@pytest.mark.parametrize(
+    ("largest", "larger", "message"),
+    [
+        (_integer(128), _integer(129), "an integer of 129 bits"),
+        (b"]" * 100 + b"a" * 99, b"]" * 101 + b"a" * 100, "a tree of more than 100 levels"),
+        (_lists(31), _lists(32), "100 levels or 8,000,000 items"),
+        (_enums(1_000_000), _enums(1_000_001), "calls with more than 8,000,000 items"),
+        (b"Nr" + struct.pack("<I", 2_000_000), b"Nr" + struct.pack("<I", 2_000_001), "memo index"),
+        (b"}" + _integer(31) + b"Ns", b"}" + _integer(32) + b"Ns", "as a dict's key"),
+        (b"}(" + _text(1) * 4 + b"tNs", b"}(" + _text(1) * 5 + b"tNs", "a tuple as a dict's key"),
+        (
+            _call(b"torch", b"Size", b"(" + b"K\x01" * 32 + b"t"),
+            _call(b"torch", b"Size", b"(" + b"K\x01" * 33 + b"t"),
+            "a tensor of 33 dimensions",
+        ),
+        (
+            b"B" + struct.pack("<I", (64 << 20) - 8) + bytes((64 << 20) - 8),
+            b"B" + struct.pack("<I", (64 << 20) - 7) + bytes((64 << 20) - 7),
+            "67,108,865 bytes of structure",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_largest_value_is_read_and_a_larger_one_refused(
+    largest: bytes, larger: bytes, message: str
+) -> None:
+    _read(largest)
+    with pytest.raises(CheckpointError, match=message):
+        _read(larger)
+
+
+def test_protocols_and_instructions_have_limits_too() -> None:
+    assert _read(b"N", 5) is None
+    with pytest.raises(CheckpointError, match="pickle protocol 6, newer than 5"):
+        _read(b"N", 6)
+    assert _read(b"N", max_instructions=3) is None
+    with pytest.raises(CheckpointError, match="more than 2 instructions"):
+        _read(b"N", max_instructions=2)
+
+
+def test_values_are_built_as_written() -> None:
+    tree = _read(b"(K\x01K\x02\x86K\x03\x85\x88\x89NG" + struct.pack(">d", 0.5) + b"]})t")
+    assert tree == ((1, 2), (3,), True, False, None, 0.5, [], {}, ())
+    assert _read(b"](K\x01K\x02eK\x03a") == [1, 2, 3]
+    assert _read(b"}(" + _text(1) + b"K\x01" + _text(2) + b"K\x02uK\x05]s") == {
+        **{"x": 1, "xx": 2},
+        5: [],
+    }
+    assert _read(b"K\x07q\x00K\x080h\x00\x86") == (7, 7)
+    assert show("y" * 100) == "'" + "y" * 79
+    assert [show(value) for value in (None, True, 3, 0.5, [1])] == [
+        *("None", "True", "3", "0.5", "a list"),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("module", ["torch", "torch.cuda"])
+def test_storages_have_the_type_of_their_name(module: str) -> None:
+    found = {
+        name: kind.dtype
+        for (where, name), kind in NAMES.items()
+        if where == module and not isinstance(kind, Factory | str)
+    }
+    assert found == STORAGES
+    for name, dtype in STORAGES.items():
+        assert getattr(torch, name)().dtype == dtype
+
+
+def _tensor(offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> TensorRef:
+    storage = StorageRef(torch.float32, "0", 12)
+    found = NAMES["torch._utils", "_rebuild_tensor_v2"].call(storage, offset, shape, stride)
+    assert isinstance(found, TensorRef)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "stride"),
+    [
+        (0, (3, 4), (4, 1)),
+        (0, (4, 3), (1, 4)),
+        (2, (2, 5), (5, 1)),
+        (11, (), ()),
+        (1, (1, 11), (100, 1)),
+        (90, (0, 4), (4, 1)),  # no element
+        (0, (12,), (0,)),  # one element again and again, but no more than the storage has
+    ],
+)
+def test_tensors_that_end_with_their_storage_are_read(
+    offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    ref = _tensor(offset, shape, stride)
+    assert (ref.offset, ref.shape, ref.stride) == (offset, shape, stride)
+    if torch.Size(shape).numel():
+        for more in range(len(shape)):
+            larger = tuple(size + (i == more) for i, size in enumerate(shape))
+            with pytest.raises(Exception, match="larger than its storage of 12"):
+                _tensor(offset, larger, stride)
+        if 0 not in stride:
+            with pytest.raises(Exception, match="larger than its storage of 12"):
+                _tensor(offset + 1, shape, stride)
+
+
+def test_unknown_classes_become_opaque_values() -> None:
+    assert _read(_call(b"torch", b"device", _text(4))) == Opaque("device", ("xxxx",))
+    assert _read(_call(b"signal", b"Signals", b"K\x0f")) == Opaque("Signals", (15,))
+    assert _read(b"ctorch\nfloat16\n") == "torch.float16"
+    with pytest.raises(CheckpointError, match="it names os.x, which no such file needs"):
+        _read(b"cos\nx\n", names={})
+    with pytest.raises(CheckpointError, match=r"it names megatron\.a\.x, which no such file needs"):
+        _read(b"cmegatron.a\nx\n", names={})
+    with pytest.raises(CheckpointError, match=r"it names megatrons\.a\.x, which no checkpoint"):
+        _read(b"cmegatrons.a\nx\n")
