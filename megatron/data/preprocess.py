@@ -251,7 +251,7 @@ class BlockEncoder:
         eod = [self.tokenizer.eod] if options.append_eod else []
         self._end = np.array(eod, self.dtype)
         # T5's own tokenizer already ends every text with </s>, but not single sentences.
-        self._ends_texts = options.append_eod and list(self.tokenizer.appended_ids[-1:]) == eod
+        self._ends_texts = list(self.tokenizer.appended_ids[-1:]) == eod
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the options, from which another process builds the encoder."""

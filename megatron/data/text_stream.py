@@ -294,7 +294,7 @@ class TextDataset:
                 row that is not among them.
         """
         return [
-            self._last_position(stream, max(0, -(-(samples - stream) // self.streams)))
+            self._last_position(stream, -(-(samples - stream) // self.streams))
             for stream in range(self.streams)
         ]
 
@@ -510,7 +510,7 @@ def restore_positions(dataset: SampleDataset | None, saved: Mapping[str, Any] | 
         return not members
     for (member, _), positions in zip(members, saved["places"], strict=False):
         for stream, position in enumerate(positions):
-            if min(position) >= 0:
+            if -1 not in position:
                 member.store_position(stream, RowPosition(*position))
     return True
 

@@ -47,6 +47,16 @@ def test_vector() -> None:
     assert index.samples.dtype == np.int64
 
 
+def test_weights_are_divided_by_their_sum_twice() -> None:
+    """The last bit of each share is that of Megatron's two divisions."""
+    assert [share.hex() for share in normalize([0.9, 0.6, 0.7, 0.1]).tolist()] == [
+        "0x1.90b21642c8592p-2",
+        "0x1.0b21642c8590bp-2",
+        "0x1.37a6f4de9bd38p-2",
+        "0x1.642c8590b2165p-5",
+    ]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40, 300])
 @pytest.mark.parametrize("kind", ["random", "equal", "skewed"])
 def test_equals_the_loop(count: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

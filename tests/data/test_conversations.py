@@ -169,6 +169,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "remove",
     ),
     "calls not a list": (_said(USER, {**ANSWER, "tool_calls": "f"}), "not a list", "write a list"),
+    "a call not an object": (
+        _said(USER, {**ANSWER, "tool_calls": [{"name": "f"}, "g"]}),
+        "not a list of objects",
+        "write a list",
+    ),
     "a call without a name": (_said(USER, {**ANSWER, "tool_calls": [{}]}), "no 'name'", "name the"),
     "broken arguments": (
         _said(USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, USER),

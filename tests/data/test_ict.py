@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,20 @@ def test_a_sample_depends_only_on_its_number(tmp_path, corpus):
             assert np.array_equal(value, backwards[i][key])
             assert np.array_equal(value, again[i][key])
     assert one.description == again.description
+
+
+def test_seeds_start_again_after_32_bits(tmp_path, corpus):
+    dataset, _, _ = build(tmp_path, corpus)
+    for seed, index, same in ((2**32, 3, 3), (2**32 - 2, 3, 1)):
+        first = replace(dataset, options=dataset.options._replace(seed=seed))
+        # Blocks are those of an index, so only the draws of the query are compared.
+        second = replace(
+            dataset,
+            source=[dataset.source[index]] * 9,
+            options=dataset.options._replace(seed=0),
+        )
+        assert first[index]["query_tokens"].tolist() == second[same]["query_tokens"].tolist()
+        assert first[index]["context_tokens"].tolist() == second[same]["context_tokens"].tolist()
 
 
 def test_the_map_has_megatrons_name(tmp_path, corpus):

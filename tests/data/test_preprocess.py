@@ -9,15 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron.config.data import TokenizerConfig
 from megatron.data import preprocess as module
 from megatron.data.preprocess import (
+    BlockEncoder,
+    EncodingOptions,
     SentenceSplitter,
     choose_workers,
     find_punkt,
@@ -25,6 +29,7 @@ from megatron.data.preprocess import (
     split_lines,
     train_punkt,
 )
+from megatron.data.text_input import TextBlock
 from megatron.errors import ConfigError, DataError, ShortageError
 from tests.repository import ROOT
 
@@ -323,3 +328,43 @@ sys.exit(run_command(work))
     )  # fmt: skip
     assert done.returncode in (0, ShortageError.exit_code), done.stderr
     assert done.stderr.count("\n") == (done.returncode != 0), done.stderr
+
+
+class _EndsTexts:
+    """A tokenizer that ends texts with two ids, as some of Hugging Face do, but not sentences."""
+
+    vocab_size, eod, appended_ids = 100, 9, (5, 9)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array([len(text), *self.appended_ids]) for text in texts]
+
+    def tokenize_sentences(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array([len(text)]) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("appended", "append_eod", "whole", "sentences"),
+    [
+        ((5, 9), True, [3, 5, 9], [1, 2, 9]),
+        ((9,), True, [3, 9], [1, 2, 9]),
+        ((9, 5), True, [3, 9, 5, 9], [1, 2, 9]),
+        ((), True, [3, 9], [1, 2, 9]),
+        ((5, 9), False, [3, 5, 9], [1, 2]),
+        ((), False, [3], [1, 2]),
+    ],
+)
+def test_a_document_ends_with_a_single_end(
+    appended: tuple[int, ...],
+    append_eod: bool,
+    whole: list[int],
+    sentences: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_EndsTexts, "appended_ids", appended)
+    options = EncodingOptions(TokenizerConfig(), append_eod=append_eod)
+    lines = b'{"text": "abc"}\n{"text": ["a", "bc"]}\n'
+    block = TextBlock("x", 0, len(lines), len(lines), lines)
+    ((tokens, lengths, counts),) = BlockEncoder(options, _EndsTexts())(block).columns  # type: ignore[arg-type]
+    assert tokens.tolist() == [*whole, *sentences]
+    assert lengths.tolist() == [len(whole), 1, len(sentences) - 1]
+    assert counts.tolist() == [1, 2]

@@ -60,6 +60,13 @@ def test_an_indexed_dataset_is_copied_once(storage, tmp_path, monkeypatch):
     assert local_copy(f"{ADDRESS}/c", "--data-path", str(tmp_path / "cache")) != copy
 
 
+@pytest.mark.parametrize("kind", ["bin", "idx"])
+def test_half_a_dataset_is_none(kind, storage, tmp_path):
+    put(storage, f"c.{kind}", b"x")
+    with pytest.raises(DataError, match="c: nothing was found at this URL: give the prefix"):
+        local_copy(f"{ADDRESS}/c", "--data-path", str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["", "/*.jsonl", "/one.jsonl"])
 def test_text_is_a_file_a_folder_or_a_pattern(name, storage, tmp_path):
     put(storage, "one.jsonl", b'{"text": "a"}\n')

@@ -308,6 +308,24 @@ def test_a_blend_of_text_and_a_preprocessed_dataset(corpus, vocabulary):
     assert sum(place[0] == 1 for place in saved["places"][0]) == 10
 
 
+def test_orders_of_the_last_few_epochs_are_kept(corpus, vocabulary):
+    dataset = dataset_of(corpus, vocabulary, pieces=(5, 25))
+    orders = [dataset._order(epoch).tolist() for epoch in (*range(6), 5, 4)]
+    assert all(sorted(order) == list(range(5, 25)) for order in orders)
+    assert len(set(map(tuple, orders))) == 6
+    assert orders[6:] == orders[5:3:-1]
+    assert 0 < len(dataset._orders) <= 3
+
+
+def test_only_positions_that_are_known_are_restored(corpus, vocabulary):
+    dataset = dataset_of(corpus, vocabulary)
+    saved = positions_state(dataset, 0, Layout.single().world)
+    assert saved["places"][0][:3] == [[0] * 5] * 3
+    saved["places"][0][:2] = [[-1] * 5, [4, 3, 0, 2, 1]]
+    assert restore_positions(dataset, saved)
+    assert dataset.positions_after(6 * dataset.streams)[:3] == [(0,) * 5, (4, 3, 0, 2, 1), (0,) * 5]
+
+
 def _latest(layout: Layout, read: list[list[list[int]]]) -> list[list[list[int]]]:
     positions = read[layout.world.rank]
     member = SimpleNamespace(positions_after=lambda count: [row[:count] for row in positions])
