@@ -208,3 +208,19 @@ def draw_network(rng: random.Random, kind: str) -> Network:
     # Changes of weights by training are small compared to these initial weights.
     flags = f"--init-method-std 0.2 {base} {' '.join([*sizes, *changes])}"
     return Network(kind, "" if changes or any(sizes) else family, " ".join(flags.split()))
+
+
+def all_networks() -> list[Network]:
+    """Return every family, and the plain networks with each of the changes."""
+    families = [Network("gpt", name, flags) for name, flags in FAMILIES.items()]
+    others = {
+        "bert": (_BERTS, _CHANGES),
+        "t5": (_T5S, _CHANGES_OF_T5),
+        "gpt": ([], _CHANGES_OF_GPT),
+    }
+    changed = [
+        Network(kind, "", flags)
+        for kind, (plain, changes) in others.items()
+        for flags in (*plain, *changes)
+    ]
+    return families + changed
