@@ -1,4 +1,4 @@
-"""Plans and costs of many networks as lines of text, to compare them with recorded ones.
+"""Plans, costs and results of many networks, to compare them with recorded ones.
 
 `python -m tests.models.recorded_plans` records them again, after a change of plans or costs that
 is intended. `python -m tests.models.recorded_plans gpt FLAGS` prints the plan of one network.
@@ -25,6 +25,7 @@ from megatron.models.plan import ModelPlan
 from megatron.models.plans import model_plan
 from megatron.models.recompute import RecomputePlan
 from tests.models.drawn import all_networks
+from tests.models.recorded_results import results_of
 
 FILE = Path(__file__).with_name("recorded_plans.json")
 _SIZES = (
@@ -84,7 +85,12 @@ def networks() -> Iterator[str]:
 
 def plan_of(name: str) -> ModelPlan:
     """Return the plan of the network with this kind and these flags."""
-    return model_plan(_parse(name, Program(rules=())), 128)
+    return model_plan(network_of(name), 128)
+
+
+def network_of(name: str) -> ModelConfig:
+    """Return the network with this kind and these flags."""
+    return _parse(name, Program(rules=()))
 
 
 def _parse(name: str, program: Program) -> ModelConfig:
@@ -154,9 +160,20 @@ def _costs_of_layers(plan: ModelPlan) -> Iterator[int]:
 
 
 def record() -> dict[str, Any]:
-    """Return the plans and costs of all networks."""
-    plans = {name: plan_of(name) for name in networks()}
-    return {name: {"plan": digest_of(plan), **costs_of(plan)} for name, plan in plans.items()}
+    """Return the plans, costs and results of all networks that differ in their plans."""
+    found: dict[str, Any] = {}
+    digests = set()
+    for name in networks():
+        plan = plan_of(name)
+        digest = digest_of(plan)
+        if digest in digests:  # a flag without effect
+            continue
+        digests.add(digest)
+        found[name] = {"plan": digest, **costs_of(plan)}
+        if name not in _OTHERS:
+            results = results_of(network_of(name))
+            found[name]["results"] = [float(f"{one:.6g}") for one in results]
+    return found
 
 
 def main() -> None:
