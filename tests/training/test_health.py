@@ -138,6 +138,20 @@ def _check(layout: Layout, folder: str) -> list[Health]:
     return check_health(layout, Device.cpu(), Path(folder))
 
 
+def test_speeds_of_disks_are_in_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_speeds_of", lambda device: {"fp32 TFLOP/s": 0.5})
+    monkeypatch.setattr(health, "_digest", lambda device: 7)
+    monkeypatch.setattr(health, "_disk_speed", lambda folder: 9e8)
+    (row,) = check_health(Layout.single(), Device.cpu(), tmp_path)
+    assert row.speeds == {"fp32 TFLOP/s": 0.5, "disk MB/s": 900.0}
+    assert (row.links, row.digest, row.is_stable) == ({}, 7, True)
+    digests = iter([7, 9, 7])
+    monkeypatch.setattr(health, "_digest", lambda device: next(digests))
+    (row,) = check_health(Layout.single(), Device.cpu(), None)
+    assert row.speeds == {"fp32 TFLOP/s": 0.5}
+    assert (row.digest, row.is_stable) == (7, False)
+
+
 def test_ranks_measure_themselves_and_their_links(tmp_path: Path) -> None:
     begun = time.monotonic()
     ranks = run_distributed(3, _check, str(tmp_path))
