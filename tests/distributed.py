@@ -75,8 +75,9 @@ def run_sharing_memory(
 ) -> list[Any]:
     """Do the same in processes that communicate through shared memory (`tests.shared_memory`).
 
-    For tests of what is computed rather than how it is sent: with four or more processes, gloo
-    takes several times as long as a toy model. Falls back to gloo where memory cannot be shared.
+    Use this in tests of what is computed rather than how it is sent: with four or more processes,
+    gloo takes several times as long as a toy model. It falls back to gloo where memory cannot be
+    shared.
     """
     if toy_device().is_gpu or not can_share_memory():
         return run_distributed(world_size, function, *args, **sizes)

@@ -312,7 +312,7 @@ def test_a_page_may_name_any_encoding(tmp_path, capsys, charset) -> None:
     answer = _record(b"20260101\nexample.com. 300 IN A 10.0.0.1\n", kind="text/dns")
     about = _record(b"software: wget\r\n").replace(b"response", b"warcinfo")
     page = _record(page, "<http://example.com/a>")  # wget's brackets
-    data = about + answer + page + answer  # of which only the page is one
+    data = about + answer + page + answer  # only one of these is a page
     (found,) = _build_from(tmp_path, capsys, data, "a.warc")
     assert (found["text"], found["url"]) == ("Ein schöner Morgen", "http://example.com/a")
 

@@ -1,4 +1,4 @@
-"""Plans of corpora: what they say when nothing is changed, and mistakes in YAML files."""
+"""Plans of corpora: their defaults, and mistakes in YAML files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.errors import ConfigError
 
 
 def test_a_plan_without_settings_has_those_of_the_documentation() -> None:
-    """A corpus is finished only with the plan that it was begun with."""
+    """Changed defaults would change the plans of corpora that are already begun."""
     plan = plan_from_dict({"input": "a", "steps": dict.fromkeys(STEPS)}, "plan.yaml")
     found = plan.to_dict()
     tokenizer = found["steps"]["tokenize"].pop("tokenizer")

@@ -41,7 +41,7 @@ def test_jobs_of_slurm_write_what_local_processes_write(
     assert build_corpus.main(words) == 0
     assert "jobs are submitted" in capsys.readouterr().out
     wait_until((tmp_path / "slurm" / "report.json").exists, 240.0)
-    # or the last one is left
+    # The last job may outlive the report for a moment.
     wait_until(lambda: not slurm.ask("squeue", "--noheader").strip(), 60.0)
     assert _files(tmp_path / "slurm") == _files(tmp_path / "local")
     assert json.loads((tmp_path / "slurm" / "report.json").read_bytes())["read"] == 60

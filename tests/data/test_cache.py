@@ -111,7 +111,7 @@ def test_unsound_arrays_are_rebuilt(tmp_path: Path) -> None:
 
 
 def test_arrays_without_a_digest_are_rebuilt(tmp_path: Path) -> None:
-    """Megatron-LM writes them so. It can read ours unchanged."""
+    """Megatron-LM writes no digests. It can read our files unchanged."""
     build, cache = Builder(), IndexCache((tmp_path,))
     cache.load_or_build("text", SPECS, build)
     (digest,) = tmp_path.glob("*.sha256")

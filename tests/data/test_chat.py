@@ -1,4 +1,4 @@
-"""Packed samples of examples: their tokens, which are trained, and several files."""
+"""Packed samples of examples: their tokens, which of them are trained, and several files."""
 
 from __future__ import annotations
 

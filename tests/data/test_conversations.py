@@ -523,7 +523,7 @@ def test_lines_that_cannot_be_encoded_are_told_with_their_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = _encoder(folder)
-    encoder._is_limited = True  # this process keeps its memory
+    encoder._is_limited = True  # so that this process gets no memory limit
     long = encoder(TextBlock("f", 5, 9, 14, b"", "the line is longer than 1 MiB"))
     assert long.bad == [BadLine(0, 0, "the line is longer than 1 MiB: remove the line")]
     assert (long.lines, len(long.lengths), len(long.tokens)) == (1, 0, 0)

@@ -204,7 +204,7 @@ def test_mistakes_are_told(flags, told):
     assert told in str(caught.value)
 
 
-def test_one_that_is_not_asked_for_reads_its_namespace():
+def test_settings_that_are_none_have_defaults():
     """`from_config` uses the run's end-of-document token unless a flag names another one."""
     data = SimpleNamespace(
         fim_rate=0.5,

@@ -338,7 +338,7 @@ def test_reopens_in_another_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_idx_mutations_never_give_wrong_tokens(tmp_path: Path, dtype: type) -> None:
-    """Scoreboard 23: any byte of the index set to any value."""
+    """Set any byte of the index to any value, as in row 23 of docs/reliability.md."""
     write_random(tmp_path / "x", dtype=dtype)
     want = read_all(tmp_path / "x")
     path = indexed.idx_path(tmp_path / "x")
@@ -360,7 +360,7 @@ def test_idx_mutations_never_give_wrong_tokens(tmp_path: Path, dtype: type) -> N
 
 
 def test_truncations_are_refused_at_open(tmp_path: Path) -> None:
-    """Scoreboard 22, for both files."""
+    """Cut both files, as in row 22 of docs/reliability.md."""
     write_random(tmp_path / "x")
     for path in (indexed.bin_path(tmp_path / "x"), indexed.idx_path(tmp_path / "x")):
         good = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Files of JSON lines that programs continue: lines, places, and their settings."""
+"""Files of JSON lines that programs continue: lines, positions, and the programs' settings."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def steps(sampler: type, total: int, consumed: int, sizes: list[int], global_bat
 
 
 def test_single_steps_do_not_depend_on_the_number_of_processes() -> None:
-    """Scoreboard 7: 4 -> 2 -> 1 -> 3 processes, with a fixed global batch."""
+    """Change 4 -> 2 -> 1 -> 3 processes with a fixed global batch (docs/reliability.md, row 7)."""
     changing = steps(SingleSampler, 1000, 0, [4, 4, 2, 2, 1, 1, 3, 3], 12)
     assert changing == [set(range(12 * i, 12 * i + 12)) for i in range(8)]
 
@@ -340,7 +340,7 @@ def test_a_loading_process_that_is_ended_before_it_has_begun_ends() -> None:
 
 
 def test_a_loading_process_without_memory_ends_without_a_traceback(capfd, monkeypatch) -> None:
-    """This holds wherever it fails: here in PyTorch's code, outside what it sends to the parent."""
+    """It may fail in PyTorch's code, outside the part whose errors PyTorch sends to the parent."""
 
     def worker_loop(*arguments: object) -> None:
         raise ImportError("_generator.so: failed to map segment from shared object")

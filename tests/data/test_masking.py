@@ -18,7 +18,7 @@ from megatron.tokenizer.build import build_tokenizer
 from tests.data.corpus import write_vocabulary
 
 PAD, _, CLS, SEP, MASK = range(5)
-WORD, PIECE = 5, 205  # the first of either
+WORD, PIECE = 5, 205  # the first id of each kind
 
 
 @pytest.fixture(name="ids", scope="module")
@@ -69,15 +69,15 @@ def test_pieces_belong_to_their_word(ids: SpecialIds) -> None:
     assert words_of([CLS, SEP], ids) == []
 
 
-def test_runs_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> None:
+def test_spans_are_whole_words_apart_and_within_the_budget(ids: SpecialIds) -> None:
     random = np.random.RandomState(0)
     for _ in range(200):
         tokens = random.randint(WORD, 405, random.randint(1, 80))
         words = whole_words(tokens, ids)
         whole = {position: k for k, word in enumerate(words) for position in word}
         budget = float(random.choice([0, 0.5, 1, 7.5, 20]))
-        runs = list(choose_spans(words, budget, lambda: random.randint(1, 5), random))
-        hidden = [position for run in runs for position in run]
+        spans = list(choose_spans(words, budget, lambda: random.randint(1, 5), random))
+        hidden = [position for span in spans for position in span]
         assert len(hidden) == len(set(hidden)) <= budget
         touched = {whole[position] for position in hidden}
         assert sorted(hidden) == sorted(p for k in touched for p in words[k])
@@ -111,15 +111,15 @@ def test_spans_fill_the_budget_exactly() -> None:
             assert list(choose_spans(words, budget, lambda: 1, random)) == expected
 
 
-def test_a_run_is_shortened_to_fit() -> None:
+def test_a_span_is_shortened_to_fit() -> None:
     ids = SpecialIds.generated(100)
     words = whole_words(np.arange(50, 60), ids)
-    runs = list(choose_spans(words, 3, lambda: 10, np.random.RandomState(1)))
-    assert sum(map(len, runs)) == 3
+    spans = list(choose_spans(words, 3, lambda: 10, np.random.RandomState(1)))
+    assert sum(map(len, spans)) == 3
 
 
-def test_draws_of_the_caller_come_between_runs() -> None:
-    """A run is yielded before the next one is drawn."""
+def test_the_caller_draws_between_spans() -> None:
+    """A span is yielded before the next one is drawn."""
     words = whole_words(np.arange(50, 60), SpecialIds.generated(100))
     events: list[str] = []
 
@@ -128,8 +128,8 @@ def test_draws_of_the_caller_come_between_runs() -> None:
         return 1
 
     for _ in choose_spans(words, 2, draw, np.random.RandomState(1)):
-        events.append("run")
-    assert events == ["draw", "run", "draw", "run"]
+        events.append("span")
+    assert events == ["draw", "span", "draw", "span"]
 
 
 def test_budget() -> None:
@@ -149,8 +149,8 @@ def test_every_word_is_as_likely_as_any_other() -> None:
     counts = Counter(
         position
         for _ in range(4000)
-        for run in choose_spans(words, 3, lambda: 1, random)
-        for position in run
+        for span in choose_spans(words, 3, lambda: 1, random)
+        for position in span
     )
     assert sorted(counts) == list(range(20))
     assert max(abs(count / 600 - 1) for count in counts.values()) < 0.15  # 4000 * 3 / 20 = 600

@@ -1,6 +1,6 @@
 """Samples of generated sentences, as recorded.
 
-A run that goes on with a later version must read the same samples. Those of real data are in
+A run that continues with a later version must read the same samples. Those of real data are in
 ../shared, which is not next to every checkout.
 """
 

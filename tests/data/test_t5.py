@@ -55,17 +55,17 @@ def put_back(sample: Sample, ids: object) -> tuple[list[int], list[list[int]]]:
     """Return the text of a sample, and the spans that were removed from it."""
     encoder = sample["text_enc"][sample["enc_mask"] == 1].tolist()
     labels = sample["labels"][sample["loss_mask"] == 1].tolist()
-    runs: dict[int, list[int]] = {}
+    spans: dict[int, list[int]] = {}
     for token in labels[:-1]:
         if token in ids.sentinels:  # type: ignore[attr-defined]
-            runs[token] = []
+            spans[token] = []
         else:
-            runs[[*runs][-1]].append(token)
-    assert list(runs) == list(ids.sentinels[: len(runs)])  # type: ignore[attr-defined]
+            spans[[*spans][-1]].append(token)
+    assert list(spans) == list(ids.sentinels[: len(spans)])  # type: ignore[attr-defined]
     text: list[int] = []
     for token in encoder:
-        text += runs.get(token, [token])
-    return text, list(runs.values())
+        text += spans.get(token, [token])
+    return text, list(spans.values())
 
 
 def test_what_is_taken_out_and_what_is_left_make_the_text(tmp_path: Path, vocabulary: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_is_taken_out_and_what_is_left_make_the_text(tmp_path: Path, vocabu
     hidden = tokens = 0
     for i in range(len(dataset)):
         sample, (sentences, target) = dataset[i], dataset.source[i]
-        text, runs = put_back(sample, dataset.ids)
+        text, spans = put_back(sample, dataset.ids)
         assert text == np.concatenate(sentences)[:target].tolist()
         assert sample["id"] == i
         count = int(sample["dec_mask"].sum())
@@ -84,30 +84,29 @@ def test_what_is_taken_out_and_what_is_left_make_the_text(tmp_path: Path, vocabu
         assert sample["loss_mask"].tolist() == [1] * count + [0] * (64 - count)
         assert (sample["text_enc"][sample["enc_mask"] == 0] == dataset.ids.pad).all()
         assert [sample[key].dtype for key in sample if key != "id"] == [np.int64] * 6  # type: ignore[literal-required]
-        hidden, tokens = hidden + sum(map(len, runs)), tokens + len(text)
+        hidden, tokens = hidden + sum(map(len, spans)), tokens + len(text)
     assert 0.13 < hidden / tokens <= 0.155
 
 
 def test_words_are_taken_out_whole(tmp_path: Path, vocabulary: Path) -> None:
     tokenizer = tokenizer_with(vocabulary, 50)
     dataset = train(on_file(write_sentences(tmp_path / "x")), tokenizer)
-    runs_seen = 0
+    spans_seen = 0
     for i in range(len(dataset)):
         sample = dataset[i]
         encoder = sample["text_enc"].tolist()
         for before, after in zip(encoder[:-1], encoder[1:], strict=True):
             if before in dataset.ids.sentinels:
                 assert not dataset.ids.continues[after]
-        for run in put_back(sample, dataset.ids)[1]:
-            starts = sum(not dataset.ids.continues[token] for token in run)
+        for span in put_back(sample, dataset.ids)[1]:
+            starts = sum(not dataset.ids.continues[token] for token in span)
             assert starts <= 10
-            runs_seen += len(run) > 3
-    assert runs_seen > 50
+            spans_seen += len(span) > 3
+    assert spans_seen > 50
 
 
 def test_a_t5s_own_tokenizer(tmp_path: Path) -> None:
-    """Sentinels count down from the highest; padding starts the decoder, and both texts have an
-    end."""
+    """Sentinels count down, padding starts the decoder, and an end token ends both texts."""
     tokenizer = t5_tokenizer(tmp_path / "t5")
     prefix = write_sentences(tmp_path / "x", vocab_size=3 + WORDS)
     dataset = train(on_file(prefix), tokenizer)
@@ -115,17 +114,17 @@ def test_a_t5s_own_tokenizer(tmp_path: Path) -> None:
     hidden = 0
     for i in range(len(dataset)):
         sample, (sentences, target) = dataset[i], dataset.source[i]
-        text, runs = put_back(sample, dataset.ids)
+        text, spans = put_back(sample, dataset.ids)
         assert text == [*np.concatenate(sentences)[:target].tolist(), tokenizer.eos]
         count = int(sample["dec_mask"].sum())
         labels = sample["labels"][:count].tolist()
         assert sample["text_dec"].tolist() == [0, *labels[:-1], *[0] * (64 - count)]
         assert labels[-1] == tokenizer.eos
-        hidden += len(runs)
+        hidden += len(spans)
     assert hidden > 500
 
 
-def test_replace_runs() -> None:
+def test_replace_spans() -> None:
     text = np.arange(10, 20)
     left, taken_out = replace_spans(text, [[0, 1], [5], [9]], (90, 91, 92, 93))
     assert left == [90, 12, 13, 14, 91, 16, 17, 18, 92]
@@ -133,9 +132,9 @@ def test_replace_runs() -> None:
     assert replace_spans(text, [], (90,)) == (text.tolist(), [])
 
 
-@pytest.mark.parametrize(("sentinels", "decoder", "runs"), [(2, 64, 2), (50, 7, 3), (9, 1, 0)])
-def test_runs_without_a_sentinel_or_room_stay_in_the_text(
-    tmp_path: Path, vocabulary: Path, sentinels: int, decoder: int, runs: int
+@pytest.mark.parametrize(("sentinels", "decoder", "spans"), [(2, 64, 2), (50, 7, 3), (9, 1, 0)])
+def test_spans_without_a_sentinel_or_room_stay_in_the_text(
+    tmp_path: Path, vocabulary: Path, sentinels: int, decoder: int, spans: int
 ) -> None:
     prefix = write_sentences(tmp_path / "x")
     tokenizer = tokenizer_with(vocabulary, sentinels)
@@ -146,7 +145,7 @@ def test_runs_without_a_sentinel_or_room_stay_in_the_text(
         text, taken_out = put_back(sample, dataset.ids)
         assert text == np.concatenate(sentences)[:target].tolist()
         most = max(most, len(taken_out))
-    assert most == runs
+    assert most == spans
 
 
 def test_without_sentinels_it_is_refused(tmp_path: Path, vocabulary: Path) -> None:
@@ -158,7 +157,7 @@ def test_without_sentinels_it_is_refused(tmp_path: Path, vocabulary: Path) -> No
 def test_generated_sentences(vocabulary: Path) -> None:
     dataset = train(DataConfig(seq_length=16, mock_data=True), tokenizer_with(vocabulary, 0))
     for i in range(20):
-        text, runs = put_back(dataset[i], dataset.ids)
+        text, spans = put_back(dataset[i], dataset.ids)
         assert len(set((np.diff(text) % 256).tolist())) == 1  # counts up, so it can be learned
-        assert runs
+        assert spans
     assert dataset[0]["text_enc"].tolist() == dataset[0]["text_enc"].tolist()

@@ -35,7 +35,7 @@ _MARK = text_input.BYTE_ORDER_MARK
 
 
 def _lines(seed: int) -> list[bytes]:
-    """Return lines of 1 to 30 bytes, of which the last may not end."""
+    """Return lines of 1 to 30 bytes; the last one may lack its line end."""
     draw = random.Random(seed)
     lines = [draw.randbytes(draw.choice((0, 0, 1, 3, 9, 29))).hex()[:29] for _ in range(12)]
     whole, last = [f"{line}\n".encode() for line in lines[:-1]], lines[-1].encode()
@@ -51,7 +51,7 @@ def _pieces(
         blocks: The blocks.
         data: The content of the file.
         longest: The size of the longest line to read.
-        least: The minimum size of a block, the last one aside.
+        least: The minimum size of a block, except for the last one.
         most: The maximum size of a block without its last line.
     """
     found: list[bytes] = []

@@ -333,7 +333,7 @@ def _latest(layout: Layout, read: list[list[list[int]]]) -> list[list[list[int]]
 
 
 def test_the_latest_position_of_any_process_counts():
-    """It is taken whole, whichever process has it; -1 means that a process has read nothing."""
+    """Its fields are never mixed with another process's. -1 stands for nothing read yet."""
     read = [
         [[7, 1, 9, 2, 0], [3, 0, 4, 4, 1], [-1] * 5, [-1] * 5],
         [[6, 2, 0, 8, 5], [3, 0, 4, 4, 1], [2, 1, 1, 0, 3], [-1] * 5],

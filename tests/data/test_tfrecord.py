@@ -62,7 +62,7 @@ def test_checksums_are_those_of_the_standard(data, crc):
 
 
 def test_checksums_are_those_of_tensorboard():
-    """Its event-file writer uses the same framing. Lengths lie on both sides of a piece."""
+    """Its event-file writer uses the same framing. Lengths lie on both sides of a piece's size."""
     writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
     random = np.random.RandomState(0)
     for size in (*range(70), 1000, 4095, 4096, 4097, 4159, 4160, 4161, 9000):
@@ -177,7 +177,7 @@ def test_a_file_is_known_by_its_name_or_its_first_bytes(tmp_path):
 
 
 def test_the_order_of_records_is_that_of_the_seed(tmp_path):
-    """Each pass has the next seed. A run that goes on with a later version reads the same."""
+    """Each pass has the next seed. A run that continues with a later version reads the same."""
     path = write(tmp_path / "x.tfrecord", map(example, range(10)))
     records = TFRecords("x", [path])
     ids = [example(i)["input_ids"] for i in range(10)]

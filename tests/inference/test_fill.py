@@ -104,8 +104,8 @@ def train_t5(tokenizer: Tokenizer, sentence: str) -> Filler:
     sentinels = tuple(tokenizer.additional_special_tokens_ids)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        for runs in ([[1, 2], [5]], [[0], [3, 4]], [[1, 2, 3]]):
-            left, hidden = replace_spans(text, runs, sentinels)
+        for spans in ([[1, 2], [5]], [[0], [3, 4]], [[1, 2, 3]]):
+            left, hidden = replace_spans(text, spans, sentinels)
             encoder = torch.tensor([[*left, *tokenizer.encoder_end]])
             decoder = torch.tensor([[tokenizer.decoder_start, *hidden]])
             labels = torch.tensor([[*hidden, tokenizer.eos]])
@@ -142,12 +142,12 @@ def test_a_bert_finds_hidden_tokens(bert: Filler) -> None:
     assert (len(first), len(last)) == (1, 1)
 
 
-def test_a_t5_finds_hidden_runs(t5: Filler) -> None:
+def test_a_t5_finds_hidden_spans(t5: Filler) -> None:
     ((first,), (second,)) = t5.fill("w1 [MASK] w4 w5 [MASK] w7")
     assert (first.text, second.text) == ("w2p3", "w6")
     assert 0.5 < first.probability <= 1
-    ((run,),) = t5.fill("w1 [MASK] w5 w6 w7")
-    assert run.text == "w2p3 w4"
+    ((span,),) = t5.fill("w1 [MASK] w5 w6 w7")
+    assert span.text == "w2p3 w4"
 
 
 @pytest.mark.parametrize(
@@ -179,17 +179,17 @@ def test_more_places_than_sentinels(t5: Filler) -> None:
 
 
 def test_an_untrained_t5_keeps_to_the_form(tokenizer: Tokenizer) -> None:
-    """Runs are neither empty nor endless, and contain no special tokens."""
+    """Spans are neither empty nor endless, and contain no special tokens."""
     model = new_model(
         T5Model, tokenizer, architecture="t5", decoder_num_layers=1, bert_binary_head=False
     )
-    for (run,) in filler(model, tokenizer).fill("w1 [MASK] w4 [MASK] w7 [MASK]"):
-        assert "[" not in run.text
-        assert "<" not in run.text
+    for (span,) in filler(model, tokenizer).fill("w1 [MASK] w4 [MASK] w7 [MASK]"):
+        assert "[" not in span.text
+        assert "<" not in span.text
 
 
-def test_a_run_that_would_be_empty_takes_the_best_word(t5: Filler) -> None:
-    """Whatever the model says first, a sentinel or the end never follows a sentinel at once."""
+def test_a_span_that_would_be_empty_takes_the_best_word(t5: Filler) -> None:
+    """A sentinel is never directly followed by a sentinel or the end, whatever the scores are."""
     tokenizer = t5.tokenizer
     word, *_ = tokenizer.tokenize("w5")
     scores = torch.zeros(128)
@@ -210,7 +210,7 @@ def test_lengths_are_those_of_the_run_or_of_the_published_t5(tokenizer: Tokenize
     model.forward = lambda encoder, decoder, padding: scores.repeat(1, decoder.shape[1], 1)
 
     def fill(text: str, **lengths: int) -> list[int]:
-        """Return the number of words in each run, which the model would never end."""
+        """Return the number of words in each span, which the model would never end."""
         spans = Filler(model, tokenizer, RunOptions(data=DataOptions(**lengths))).fill(text)
         assert {word for (span,) in spans for word in span.text.split()} == {"w5"}
         return [len(span.text.split()) for (span,) in spans]
