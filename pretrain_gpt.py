@@ -184,8 +184,8 @@ class GPTRecipe(Recipe):
             config: The run's configuration.
 
         Returns:
-            The hidden states of the model. Then the teacher's hidden states or, from its last part,
-            its logits; `None` without a teacher.
+            The hidden states of the model, and the output of the teacher's part: hidden states, or
+            logits from the last part. `None` if there is no teacher.
         """
         has_teacher = config.distillation.is_on and config.distillation.teacher_load is not None
         assert has_teacher == (self.teacher is not None), "Distillation.begin loads the teacher"
@@ -207,9 +207,9 @@ def losses_ahead(
 ) -> dict[str, Tensor]:
     """Return the loss of the next token and of each depth of multi-token prediction.
 
-    The losses of the depths have unweighted values, for the log. Their gradients are weighted by
+    The value of each depth's loss is unweighted, for the log, but its gradient is multiplied by
     --mtp-loss-scaling-factor / --mtp-num-layers. With --calculate-per-token-loss, the weight of a
-    micro-batch is its number of labels of the next token, as in Megatron Core 0.17 and later.
+    micro-batch is its number of next-token labels, as in Megatron Core 0.17 and later.
 
     Args:
         sums: The sums of the losses over the labels that count, [1 + depths].

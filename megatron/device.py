@@ -105,7 +105,10 @@ class Device:
 
     @property
     def block_memory(self) -> int:
-        """The shared memory available to a thread block, in bytes; for a CPU, a Hopper GPU's."""
+        """The shared memory available to a thread block, in bytes.
+
+        On a CPU, this is the value of a Hopper GPU.
+        """
         if not self.is_gpu:
             return 227 * 1024
         properties: Any = _properties(self.torch_device)  # the type stub lacks this property

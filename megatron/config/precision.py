@@ -124,7 +124,7 @@ class PrecisionConfig:
         return torch.float32 if self.fp32_residual_connection else self.weight_dtype
 
     def fp8_layers(self, num_layers: int) -> range:
-        """Return the indices, from 0, of the layers that multiply in 8 bits with --fp8-format.
+        """Return the indices, from 0, of the layers that compute in FP8 with --fp8-format.
 
         Args:
             num_layers: The number of layers.

@@ -182,8 +182,8 @@ def forget_derived(config: RunOptions, world_size: int) -> RunOptions:
     """Unset the values that `resolve` derives, so that it derives them again from changed flags.
 
     A saved `config.yaml` contains resolved values. If it is run with a different --hidden-size,
-    the derived --kv-channels must change too. A value that the user chose differs from the derived
-    one and is kept.
+    the derived --kv-channels must change too. A value that differs from the derived one was chosen
+    by the user and is kept.
     """
     resolved = resolve(config, world_size)
     for path in _FOLLOWING:

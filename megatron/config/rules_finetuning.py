@@ -254,7 +254,7 @@ def _mixer_inputs(model: ModelOptions, split: int) -> Iterator[tuple[str, int, i
 
 
 def distillation(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in distillation, and each setting that excludes it."""
+    """Yield an error for each mistake in the distillation flags, and each incompatible setting."""
     options = config.distillation
     sources = {
         "--teacher-load": options.teacher_load,

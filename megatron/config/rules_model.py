@@ -259,7 +259,7 @@ def gating(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def expert_groups(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each mistake in groups of experts."""
+    """Yield an error for each mistake in the flags for groups of experts."""
     model = config.model
     topk = model.moe_router_topk
     groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
@@ -372,7 +372,7 @@ def architecture(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for invalid relative position buckets and for settings that exclude them."""
+    """Yield an error for invalid relative position buckets and for incompatible settings."""
     model, parallel = config.model, config.parallel
     buckets, longest = model.relative_attention_num_buckets, model.relative_attention_max_distance
     if model.position_embedding_type != "relative":

@@ -378,8 +378,8 @@ class Operator:
             backward: A function of ctx and the gradients of the results. It returns the gradients
                 of the arguments.
             keep: A function of ctx, inputs and output. It saves in ctx what `backward` needs.
-            forward: A function of ctx and the inputs that runs instead of the function and `keep`
-                outside tracing, and whose results may be views of arguments; `None` runs the
+            forward: A function of ctx and the inputs that replaces the function and `keep` if the
+                inputs are not traced. Its results may be views of its arguments. `None` runs the
                 function and `keep`.
         """
         torch.library.register_autograd(self.name, backward, setup_context=keep, lib=_REGISTRY)

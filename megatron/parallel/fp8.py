@@ -161,7 +161,7 @@ class AmaxHistory:
         self._has_amaxes = True
 
     def _global_amaxes(self) -> Tensor:
-        """Return the maxima of all processes' amaxes, [layers, 3]; 0 if not to be recorded."""
+        """Return the maxima of all processes' amaxes, [layers, 3], with 0 for those to ignore."""
         finite = self._running_amaxes.isfinite()
         overflow = ~finite[:, ROLES.index("gradient")].all()
         # Remove nan first: no backend specifies the maximum of values that include nan.

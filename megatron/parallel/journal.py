@@ -82,7 +82,7 @@ class Journal:
     """A record that the training thread and autograd's threads write, and any thread may read.
 
     Args:
-        marks: The marks that follow a GPU; `None` on a CPU.
+        marks: The marks that track a GPU's progress; `None` on a CPU.
 
     Attributes:
         iteration: The current update, counted from 1; 0 before the first.

@@ -142,7 +142,7 @@ class Products:
         return (weight.t(),), (weight,)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Operand:
-        """Return the input [m, in] as the operand of the output's product.
+        """Return the input [m, in] as an operand of the product that computes the output.
 
         Args:
             x: All rows of the input, or this rank's rows.

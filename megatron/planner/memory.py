@@ -354,7 +354,7 @@ class _Counts:
         parameters: All parameters, before ZeRO divides them.
         outside: The parameters outside the layers.
         matrices: The parameters in matrices.
-        fp8: The parameters in matrices of layers that may multiply in 8 bits.
+        fp8: The parameters in matrices of layers that may compute in FP8.
         updated: The parameters that this process would update if all were trained.
         trained: The fraction of the parameters that have gradients and states.
     """

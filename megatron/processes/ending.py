@@ -104,7 +104,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
 
 
 class ExitRequest:
-    """A request to exit early, because of a signal, a time limit, a file, or an unread log.
+    """A request to exit early, because of a signal, a time limit, a file, or closed output.
 
     The request only sets a flag, which is reduced over all ranks together with the losses of every
     step. If any rank has a request, all ranks exit after the same iteration, with a checkpoint.

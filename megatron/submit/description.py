@@ -88,9 +88,9 @@ class SlurmConfig:
     """SLURM.
 
     Attributes:
-        partition: Partition.
+        partition: Partition in which the job runs.
         account: Account to charge.
-        qos: Quality of service.
+        qos: Quality of service (QOS) of the job.
         constraint: Features that the nodes must have.
         module: Environment modules to load.
         requeue: Requeue the job when it is preempted or its time is up, until training is complete.
@@ -116,11 +116,11 @@ class KubernetesConfig:
     """Kubernetes.
 
     Attributes:
-        kind: Kind of the object. A job of several nodes is an Indexed Job with a headless Service.
-            A debug pod has the same resources and volumes, and waits for `kubectl exec`.
-        namespace: Namespace.
-        queue: Kueue queue.
-        service_account: Service account.
+        kind: Kind of object to create. A job of several nodes is an Indexed Job with a headless
+            Service. A debug pod has the same resources and volumes, and waits for `kubectl exec`.
+        namespace: Namespace in which objects are created.
+        queue: Kueue queue in which the job waits until all its pods fit.
+        service_account: Service account of the pods.
         pull_secret: Secret for pulling the image.
         node_selector: Labels that nodes must have, each as KEY=VALUE.
         toleration: Taints that the pods tolerate, in kubectl's notation: KEY=VALUE:EFFECT,

@@ -23,7 +23,7 @@ Metrics = dict[str, MetricValue]
 
 
 def format_number(value: MetricValue) -> str:
-    """Format an integer with thousands separators, and any other number with six digits."""
+    """Format an integer with thousands separators, or a float with six significant digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 

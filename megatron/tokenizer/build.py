@@ -108,7 +108,7 @@ def vocabulary_multiple(rows: int) -> int:
 
 
 class NullTokenizer(Tokenizer):
-    """NullTokenizer: texts of numbers below `--vocab-size`, which are the ids themselves.
+    """A tokenizer for texts of numbers below `--vocab-size`, which are the ids themselves.
 
     The id `--vocab-size` ends a document.
 
@@ -154,7 +154,7 @@ class NullTokenizer(Tokenizer):
 
 
 class CharacterLevelTokenizer(Tokenizer):
-    """CharacterLevelTokenizer (2019): 8 special entries, then the 256 characters of Latin-1."""
+    """Megatron-LM's tokenizer of 2019: 8 special entries, then the 256 characters of Latin-1."""
 
     _SPECIAL = ("pad", "eos", "bos", "unk", "sep", "L2R", "ENC", "MASK")
 

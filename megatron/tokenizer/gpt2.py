@@ -21,7 +21,7 @@ _UNKNOWN = "\ufffd".encode()
 
 
 class GPT2Tokenizer(ByteTokenizer):
-    """GPT2BPETokenizer: `--vocab-file` (json) and `--merge-file`.
+    """GPT-2's byte-level BPE, read from `--vocab-file` (JSON) and `--merge-file`.
 
     Special tokens in a document are ordinary text: `<|endoftext|>` is split like any other word.
     In a conversation, or any text passed to `tokenize_with_special`, it is a special token.

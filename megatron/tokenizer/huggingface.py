@@ -25,7 +25,7 @@ _COMMON_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """HuggingFaceTokenizer: `--tokenizer-model` is a tokenizer.json or a folder with one.
+    """A Hugging Face tokenizer: `--tokenizer-model` is a tokenizer.json or a folder with one.
 
     The flag also accepts the name of a model, such as bigscience/bloom, if the model's files are
     already in Hugging Face's cache. Nothing is downloaded, and no code of a model is run.

@@ -23,7 +23,7 @@ _NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
-    """GPTSentencePieceTokenizer: the model's own pieces; `</s>` ends documents.
+    """A tokenizer with the pieces of a SentencePiece model. `</s>` ends documents.
 
     `--vocab-extra-ids` appends sentinels as T5 does, in descending order. Appending 100 of them to
     T5's model gives T5's vocabulary.
@@ -179,7 +179,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
-    """Llama2Tokenizer: GPTSentencePieceTokenizer with `<s>` before each text.
+    """A GPTSentencePieceTokenizer that puts `<s>` before each text.
 
     Raises:
         DataError: The model has no beginning-of-sequence token.
@@ -200,7 +200,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
 
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
-    """SentencePieceTokenizer: the model's pieces and Megatron's tokens for BERT and T5.
+    """A tokenizer with a SentencePiece model's pieces and Megatron's tokens for BERT and T5.
 
     `<CLS>`, `<SEP>`, `<EOD>`, `<MASK>` and the padding, beginning-of-sequence and end-of-sequence
     tokens are appended if the model lacks them, followed by the `--vocab-extra-ids` sentinels in

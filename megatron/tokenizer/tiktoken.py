@@ -46,12 +46,12 @@ _Definition = tuple[dict[bytes, int], dict[str, int], str, int]
 
 
 class TikTokenizer(ByteTokenizer):
-    """TikTokenizer: `--tokenizer-model` is a rank file (base64 lines) or a Tekken-style .json.
+    """A byte-level BPE, read from a file in tiktoken's or Tekken's format.
 
-    In a rank file, the ranks are the token ids. r50k_base and cl100k_base are recognized by their
-    file names. For any other file, text is split by the pattern `cl100k` (or `--tiktoken-pattern`),
-    and the special tokens (`--tokenizer-special-tokens`, by default `<|endoftext|>`) follow the
-    last rank.
+    `--tokenizer-model` is a rank file (base64 lines) or a Tekken-style .json. In a rank file, the
+    ranks are the token ids. r50k_base and cl100k_base are recognized by their file names. For any
+    other file, text is split by the pattern `cl100k` (or `--tiktoken-pattern`), and the special
+    tokens (`--tokenizer-special-tokens`, by default `<|endoftext|>`) follow the last rank.
 
     In a Tekken JSON file, `--tiktoken-num-special-tokens` special ids come first (`<unk>`, `<s>`,
     `</s>` and placeholders), followed by as many pieces as fit into `--vocab-size` (default

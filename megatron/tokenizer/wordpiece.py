@@ -36,11 +36,11 @@ _CACHED_WORDS = 1 << 16  # the number of words whose ids are cached
 
 
 class WordPieceTokenizer(Tokenizer):
-    """BertWordPieceLowerCase and BertWordPieceCase: `--vocab-file`, one entry per line.
+    """BERT's WordPiece: BertWordPieceLowerCase and BertWordPieceCase.
 
-    [BOS], [EOS] and `--vocab-extra-ids` sentinels are appended if the file lacks them.
-    BertWordPieceTokenizer, the name used in 2019, means BertWordPieceCase if the file has
-    capitalized words and BertWordPieceLowerCase otherwise.
+    `--vocab-file` has one entry per line. [BOS], [EOS] and `--vocab-extra-ids` sentinels are
+    appended if the file lacks them. BertWordPieceTokenizer, the name used in 2019, means
+    BertWordPieceCase if the file has capitalized words and BertWordPieceLowerCase otherwise.
 
     Raises:
         DataError: The file is missing, or lacks an entry that BERT needs.
@@ -106,7 +106,7 @@ def wordpiece_pipeline(vocab: Mapping[str, int], *, lower_case: bool) -> Any:
 
 
 class EncDecTokenizer(Tokenizer):
-    """EncDecTokenizer of Yuan 1.0: `--vocab-file` has one entry per line, 53,228 in Yuan's own.
+    """The tokenizer of Yuan 1.0. `--vocab-file` has one entry per line (53,228 in Yuan's own).
 
     jieba splits a text into words. Each word is then split into the longest matching entries, from
     left to right. An entry without Chinese characters begins with `##` unless it is at the start of

@@ -129,7 +129,7 @@ class Passes:
         self._first_output: Tensor | None = None
 
     def repeated(self, scale: Callable[[Tensor], Tensor]) -> Passes:
-        """Return the same passes, to be run again with fresh gradients.
+        """Return the same passes, to be run again after the gradients have been zeroed.
 
         Args:
             scale: A function that scales the summed losses before the backward pass.

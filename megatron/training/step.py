@@ -249,7 +249,7 @@ def skip_iteration(run: Run) -> None:
 
 
 def _next_passes(run: Run) -> Passes:
-    """Return the passes of the update that follows the consumed samples, with fresh gradients."""
+    """Zero the gradients, and return the passes of the update after the consumed samples."""
     consumed = run.progress.consumed_samples
     for part in run.parts:
         if not part.training:  # 0.9 ms for the 400 modules of 32 layers, and rarely needed

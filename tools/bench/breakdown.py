@@ -191,8 +191,8 @@ def attribute_time(
     """Attribute the time from `start` to `end` to parts.
 
     Returns:
-        Microseconds attributed to each part, and hidden microseconds of each part, in which one of
-        its kernels was running but the time was attributed to an earlier part.
+        The microseconds attributed to each part, and the hidden microseconds of each part, during
+        which it was running but an earlier part was given the time.
     """
     edges: list[tuple[float, int, str]] = []
     for kernel in kernels:

@@ -104,7 +104,7 @@ def run_line(name: str, number: int, measured: RunMeasurements, tokens: float) -
 def summary(result: Result) -> dict[str, float]:
     """Summarize all runs: step times and start-up times in seconds, and memory peaks in bytes.
 
-    The best, median and worst run are those by median step time.
+    Runs are ranked from best to worst by their median step time.
     """
     medians = [run.median for run in result.runs]
     return {

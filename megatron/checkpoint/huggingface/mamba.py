@@ -70,7 +70,7 @@ _MODULES: Mapping[str, Mapping[str, Sequence[str]]] = {
 def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
     """Return the conversion of a weight whose rows are ordered by projection in files.
 
-    Here, they are ordered by group.
+    In our weight, they are ordered by group.
 
     Args:
         groups: The number of groups.
@@ -92,8 +92,8 @@ def by_group(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
 def convolution(groups: int, widths: Sequence[int]) -> rules.TensorConversion:
     """Return the conversion of a convolution whose channels are ordered by projection in files.
 
-    Here, they are ordered by group. The weight is [c, 1, k] in files and [c, k] here. The bias is
-    [c].
+    In our tensors, they are ordered by group. The weight is [c, 1, k] in files and [c, k] in our
+    model. The bias is [c].
 
     Args:
         groups: The number of groups.

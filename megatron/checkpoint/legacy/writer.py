@@ -237,7 +237,7 @@ class LegacyWriter:
         self.files = self._plan(shapes)
 
     def _unsupported(self, model: ModelConfig) -> Iterator[str]:
-        """Yield the flags of a network that the program does not support."""
+        """Yield the flags of a network that `program` does not support."""
         return unsupported_by_legacy(model)
 
     def _plan(self, shapes: Mapping[str, tuple[int, ...]]) -> list[FilePlan]:
@@ -286,7 +286,7 @@ class LegacyWriter:
         return tree
 
     def _arguments(self) -> argparse.Namespace:
-        """Return the run's settings as the program's command-line arguments."""
+        """Return the run's settings as command-line arguments of `program`."""
         return megatron_arguments(
             self.config,
             self.reader.meta,
