@@ -27,13 +27,25 @@ def test_scalars_enums_and_flat_lists_are_kept() -> None:
     args = Namespace()
     kind = Opaque("AttnMaskType", ("padding", 1))
     args.fields = {
-        **{"none": None, "text": "a", "number": 1.5, "list": [1, "b"], "tuple": (True, kind)},
-        **{"enum": kind, "of another": Opaque("x", (kind,)), "nested": [[1]], "dict": {}},
-        **{"long": [0] * 10_000, "longer": [0] * 10_001},
+        "none": None,
+        "text": "a",
+        "number": 1.5,
+        "list": [1, "b"],
+        "tuple": (True, kind),
+        "enum": kind,
+        "of another": Opaque("x", (kind,)),
+        "nested": [[1]],
+        "dict": {},
+        "long": [0] * 10_000,
+        "longer": [0] * 10_001,
     }
     assert plain_arguments(args) == {
-        **{"none": None, "text": "a", "number": 1.5, "list": [1, "b"]},
-        **{"tuple": [True, "AttnMaskType(padding, 1)"], "enum": "AttnMaskType(padding, 1)"},
+        "none": None,
+        "text": "a",
+        "number": 1.5,
+        "list": [1, "b"],
+        "tuple": [True, "AttnMaskType(padding, 1)"],
+        "enum": "AttnMaskType(padding, 1)",
         "long": [0] * 10_000,
     }
     assert plain_arguments(None) == {}
@@ -139,12 +151,15 @@ def test_other_settings_of_a_run_are_taken_over() -> None:
     ]
     args = {"tokenizer_type": "Unknown", "vocab_file": "v", "fp16": True, "bf16": None, "lr": 1}
     assert legacy_run_settings(args) == {
-        **{"tokenizer": {"vocab_file": "v"}, "data": {}, "precision": {"fp16": True}}
+        "tokenizer": {"vocab_file": "v"},
+        "data": {},
+        "precision": {"fp16": True},
     }
     args = {"tokenizer_type": "NullTokenizer", "seq_length": 8}
     assert legacy_run_settings(args) == {
-        **{"tokenizer": {"tokenizer_type": "NullTokenizer"}},
-        **{"data": {"seq_length": 8}, "precision": {}},
+        "tokenizer": {"tokenizer_type": "NullTokenizer"},
+        "data": {"seq_length": 8},
+        "precision": {},
     }
 
 
@@ -158,21 +173,37 @@ _SPLIT = """
 def test_our_settings_are_written_with_the_fields_that_megatron_needs() -> None:
     config = parse(_SPLIT, world_size=8).config
     meta = {
-        **{"iteration": 29, "consumed_train_samples": 72, "skipped_train_samples": 3},
-        **{"consumed_train_tokens": 5, "legacy_args": {"seed": 99, "rank": 7, "hysteresis": 4}},
+        "iteration": 29,
+        "consumed_train_samples": 72,
+        "skipped_train_samples": 3,
+        "consumed_train_tokens": 5,
+        "legacy_args": {"seed": 99, "rank": 7, "hysteresis": 4},
     }
     options = {"rows": 64, "dtype": torch.bfloat16, "data_parallel": 2}
     args = vars(megatron_arguments(config, meta, **options))
     ours = {name: value for part in to_dict(config).values() for name, value in part.items()}
     assert {key: value for key, value in args.items() if key not in ours or ours[key] != value} == {
-        **{"bf16": True, "params_dtype": torch.bfloat16, "transformer_impl": "local"},
-        **{"DDP_impl": "local", "layernorm_epsilon": 1e-5, "add_position_embedding": True},
-        **{"encoder_num_layers": 8, "encoder_seq_length": 128, "padded_vocab_size": 64},
-        **{"use_rotary_position_embeddings": True, "consumed_valid_samples": 2 * 2 * 8},
-        **{"transformer_pipeline_model_parallel_size": 2, "data_parallel_size": 2},
-        **{"virtual_pipeline_model_parallel_size": 2, "world_size": 8, "rank": 0},
-        **{"consumed_train_samples": 72, "skipped_train_samples": 3, "consumed_train_tokens": 5},
-        **{"seed": 99, "hysteresis": 4},
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "transformer_impl": "local",
+        "DDP_impl": "local",
+        "layernorm_epsilon": 1e-5,
+        "add_position_embedding": True,
+        "encoder_num_layers": 8,
+        "encoder_seq_length": 128,
+        "padded_vocab_size": 64,
+        "use_rotary_position_embeddings": True,
+        "consumed_valid_samples": 2 * 2 * 8,
+        "transformer_pipeline_model_parallel_size": 2,
+        "data_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "world_size": 8,
+        "rank": 0,
+        "consumed_train_samples": 72,
+        "skipped_train_samples": 3,
+        "consumed_train_tokens": 5,
+        "seed": 99,
+        "hysteresis": 4,
     }
     assert "model_type" not in args
     assert args["num_layers_per_virtual_pipeline_stage"] == 2

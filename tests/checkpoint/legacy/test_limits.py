@@ -95,7 +95,8 @@ def test_values_are_built_as_written() -> None:
     assert tree == ((1, 2), (3,), True, False, None, 0.5, [], {}, ())
     assert _read(b"](K\x01K\x02eK\x03a") == [1, 2, 3]
     assert _read(b"}(" + _text(1) + b"K\x01" + _text(2) + b"K\x02uK\x05]s") == {
-        **{"x": 1, "xx": 2},
+        "x": 1,
+        "xx": 2,
         5: [],
     }
     assert _read(b"K\x07q\x00K\x080h\x00\x86") == (7, 7)
