@@ -47,9 +47,10 @@ def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
     """Reduce a curve to at most `3 * bins` values without losing extreme values.
 
     Returns:
-        Iterations `x` and values `y`. A longer curve is split into intervals of equal length. `y`
-        then holds their means, and `low` and `high` their extremes. Values that are not finite are
-        `None`, and `bad` lists their iterations.
+        Iterations `x` and values `y`. Values that are not finite are `None`, and `bad` lists their
+        iterations. A curve of more than `3 * bins` values is split into intervals of equal length:
+        `x` holds their first iterations, `y` the means of their finite values, `low` and `high` the
+        extremes, and `bad` the first iterations of intervals with a value that is not finite.
     """
     x, y = np.frombuffer(curve.iterations, np.int64), np.frombuffer(curve.values, np.float64)
     finite = np.isfinite(y)
