@@ -1,7 +1,7 @@
-"""Bad input for finetuning: each kind ends the command with one line: where, and what to do.
+"""Bad input for finetuning: each kind ends the command with one line that says what to do where.
 
-`finetune.py` runs as a user runs it. It must not train, hang, show a traceback or run what a file
-says. More kinds for records and templates are in tests/data/test_conversations.py and
+`finetune.py` runs as a user runs it. It must not train, hang, show a traceback or execute code in a
+file. More kinds for records and templates are in tests/data/test_conversations.py and
 tests/tokenizer/test_chat_template.py.
 """
 

@@ -154,7 +154,7 @@ def deep(teacher: str, saved: str) -> list[list[list[float]]]:
 def test_pipelines_learn_as_one_process(
     words: str, teacher: str, saved: str, deep: list[list[list[float]]]
 ) -> None:
-    """The teacher's 3 layers are on different stages than the student's, and have another width."""
+    """The teacher's 3 layers are on other stages than the student's, and have a different width."""
     flags = ["--pipeline-model-parallel-size", "2", *words.split(), *_DEEP]
     sizes = {axis: 2 for flag, axis in _SIZES.items() if flag in flags}
     results = run_distributed(2 ** len(sizes), _both, teacher, saved, flags, **sizes)

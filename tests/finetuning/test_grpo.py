@@ -249,7 +249,7 @@ def test_a_resumed_run_repeats_the_rest(words: str, updates: str, tmp_path: Path
 
 
 def test_a_resumed_run_generates_when_the_whole_run_would(tmp_path: Path) -> None:
-    """An update on answers from older weights has another log-ratio."""
+    """An update on answers from older weights has a different log-ratio."""
     own = ["--updates-per-rollout", "4", "--loss", "dapo"]
     words = ["--train-iters", "6", "--save", str(tmp_path / "run"), "--save-interval", "1"]
     train_grpo(Layout.single(), tmp_path, [*words, "--exit-interval", "2"], own)

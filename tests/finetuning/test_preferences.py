@@ -70,7 +70,7 @@ LORA = "--lora-rank 4 --lr 1e-2"
 def test_adapters_in_every_layout(sizes: dict[str, int], words: str) -> None:
     """The reference is the model with its adapters disabled.
 
-    At first, the adapters change nothing, so that rounding decides about the accuracy.
+    The adapters change nothing at first, so rounding determines the accuracy.
     """
     expected = one_process(LORA)
     assert expected["loss"][0] == pytest.approx(math.log(2), abs=1e-6)

@@ -28,7 +28,7 @@ from tests.training.toy import TOY, Recorder
 
 SEED = 1234  # the flags' default
 FILE = Path(__file__).with_name("pairs.jsonl")
-# Later flags win over those of the toy in tests.training.toy.
+# Later flags override those of the toy in tests.training.toy.
 PAIRS = """
     --sft --calculate-per-token-loss --seq-length 32
     --max-position-embeddings 32 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0

@@ -84,7 +84,7 @@ def _tensors(run: Run) -> dict[str, Tensor]:
 
 
 def _load(run: Run, root: Path) -> int | None:
-    """Load a folder as `build_run` does; the iteration."""
+    """Load a folder as `build_run` does; return the iteration."""
     checkpoint = copy.copy(run.config.checkpoint)
     object.__setattr__(checkpoint, "load", str(root))
     config = copy.copy(run.config)

@@ -1,4 +1,4 @@
-"""Fuzzing of everything that reads outside bytes: damaged input is refused, with no other effect.
+"""Fuzzing of every reader of untrusted bytes: damaged input is refused, with no other effect.
 
 A target reads bytes, such as an index or a request. It gets seeds, which are sound inputs, and
 mutations of them that Hypothesis draws. It may succeed or raise one of its own errors; any other
@@ -192,8 +192,8 @@ def fuzz(target: Target, inputs: int, number: int) -> Outcome:
     """Try past failures, then new mutations.
 
     Args:
-        target: what reads them.
-        inputs: how many mutations.
+        target: the reader to test.
+        inputs: the number of mutations.
         number: the seed of the random choices.
     """
     corpus = past_failures(target.name)

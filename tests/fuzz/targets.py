@@ -1,4 +1,4 @@
-"""Every reader of outside bytes, as a fuzzing target."""
+"""Every reader of untrusted bytes, as a fuzzing target."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _indexes(folder: Path) -> list[bytes]:
 
 
 def _cached_indexes() -> list[bytes]:
-    """Return the oldest form, without document bounds, and the later one."""
+    """Return an index in the oldest format, without document bounds, and one in a later format."""
     lengths = (3, 0, 5, 1)
     numbers = [*range(5), *np.cumsum((0, *lengths)), *lengths]
     oldest = [b"TNTIDX\0\0", *(int(n).to_bytes(8, "little") for n in (1, 4, 4, 4, 4, *numbers))]

@@ -1,4 +1,4 @@
-"""Every reader of outside bytes, fuzzed briefly; `python -m tests.fuzz` does it for longer."""
+"""Every reader of untrusted bytes, fuzzed briefly; `python -m tests.fuzz` does it for longer."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def test_an_amax_handed_over_is_that_of_the_tensor(
     monkeypatch.setattr(FusedAmax, "pop", checked)
     numbers = {"fp8_wgrad": wgrad}
     result = _train(flags, recompute, numbers)
-    # A layer takes four amaxes in forward and four in backward; attention's output has none.
+    # A layer takes four amaxes in the forward pass and four in the backward pass. No kernel
+    # computes that of attention's output.
     assert sum(handed) >= len(handed) * 3 / 4
 
     def measured(self: FusedAmax, x: Tensor) -> None:

@@ -108,7 +108,7 @@ def test_losses_are_those_of_a_cpu(source: str, teacher: str, saved: str) -> Non
         (FP8, torch.bfloat16, 1e-1),
     ],
 )
-def test_a_student_may_have_another_number_format_than_its_teacher(
+def test_a_student_may_differ_from_its_teacher_in_number_format(
     words: str, dtype: torch.dtype, tolerance: float, teacher: str, tmp_path: Path
 ) -> None:
     """The teacher was saved in fp32. Its weights are rounded to the run's format, never to fp8.

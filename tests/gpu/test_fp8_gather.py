@@ -34,7 +34,7 @@ def _losses(words: str, processes: int) -> list[float]:
         ("--pipeline-model-parallel-size 2", 4),
     ],
 )
-def test_a_run_goes_on_from_its_checkpoint(layout: str, processes: int, tmp_path: Path) -> None:
+def test_a_run_continues_from_its_checkpoint(layout: str, processes: int, tmp_path: Path) -> None:
     """Resuming is exact to the bit, although a checkpoint's weights are gathered in 16 bits."""
     if gpu_count() < processes:
         pytest.skip(f"needs {processes} GPUs")

@@ -94,8 +94,8 @@ def engine(options: EngineOptions, further: tuple[str, ...] = ()) -> BatchEngine
     [(), MIXTURE, SINKS, BOUNDED, CHUNKS, LATENT],
     ids=["dense", "mixture", "sinks", "bounded", "chunks", "latent"],
 )
-def test_recorded_steps_say_what_others_say(further: tuple[str, ...]) -> None:
-    """Results are equal to the bit, though a recording has more rows."""
+def test_recorded_steps_equal_unrecorded_ones(further: tuple[str, ...]) -> None:
+    """Results are bit-identical, although a recording has more rows."""
     recorded = engine(OPTIONS, further)
     found = drain(recorded, ASKED)
     graphs = recorded.executor.graphs

@@ -128,7 +128,7 @@ def test_cross_entropy_equals_that_of_a_cpu(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_chunked_cross_entropy_keeps_the_factor_of_its_gradients(dtype):
-    """16 bits would round a token's share of so many: by 0.2% in bf16, by half in fp16."""
+    """16 bits would round one token's share of so many: by 0.2% in bf16, by half in fp16."""
     count = 3 * 2**19
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(64, 2, 32, generator=generator).to(DEVICE.torch_device, dtype)
@@ -150,7 +150,7 @@ def test_chunked_cross_entropy_keeps_the_factor_of_its_gradients(dtype):
 @pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_model_equals_that_of_a_cpu(flags, dtype):
-    """Compared without dropout; with it, recomputation gives the bits of the plain run."""
+    """Compare without dropout; with it, recomputation gives the same bits as the plain run."""
     still = {**flags, "attention_dropout": 0.0, "hidden_dropout": 0.0, "kv_channels": 8}
 
     def run(flags, device, dtype, recompute=None):

@@ -254,7 +254,7 @@ def mixer(kind: str, kernels: RecurrenceKernels | None) -> RecurrentMixer:
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("kind", ["mamba", "delta net"])
 def test_mixers(kernels: RecurrenceKernels, kind: str, has_documents: bool) -> None:
-    """A mixer in bf16 is as close to the reference in fp32 as the reference in bf16, nearly."""
+    """A bf16 mixer is at most about twice as far from the fp32 reference as the bf16 reference."""
     documents = documents_of(500) if has_documents else None
     (x,) = draw(2, (500, B, 256))
     results = []

@@ -28,7 +28,7 @@ _MODERN = "--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 )
 def test_a_run_gives_the_losses_of_a_cpu(tmp_path, flags, tolerance):
     folder = toy_workdir(tmp_path)
-    # The CPU has no 8-bit products: it computes with the same width without them.
+    # The CPU has no 8-bit products, so it computes the same network without them.
     plain = flags.replace("--bf16", "").replace("--fp8-format hybrid", "")
     ours, _ = train_toy(Layout.single(), words(folder, QUIET, _WIDE, flags), "retro", DEVICE)
     theirs, _ = train_toy(Layout.single(), words(folder, QUIET, _WIDE, plain), "retro", CPU)

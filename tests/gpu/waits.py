@@ -1,4 +1,4 @@
-"""One rank of test_waits.py's multi-process runs: python -m torch.distributed.run --module this."""
+"""One rank of the runs that test_waits.py starts with several processes."""
 
 import sys
 

@@ -166,7 +166,7 @@ def test_a_mixed_batch_says_what_each_merged_model_says_alone(saved: Saved, alon
     _assert_same(_answers(_engine(saved.base, saved.words), _asked(3)), alone)
 
 
-def test_files_that_peft_wrote_say_what_peft_says() -> None:
+def test_files_that_peft_wrote_give_the_results_of_peft() -> None:
     """Serve all adapters of `record_peft` at once, each batched with requests for the others."""
     record = json.loads((PEFT / "record.json").read_text())
     kinds = ["lora", "rslora", "dora", "some"]
@@ -219,7 +219,7 @@ def test_a_step_without_adapters_computes_none(
     _assert_same(_answers(engine, own), {request.id: alone[request.id] for request in own})
 
 
-def test_recorded_steps_say_the_same(
+def test_recorded_steps_give_the_same_answers(
     saved: Saved, alone: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorder repeats the work, as in `test_graphs`."""
@@ -450,7 +450,7 @@ _OF_EXPERTS = {
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_adapters_of_experts_are_chosen_per_request(sizes: dict[str, int], tmp_path: Path) -> None:
-    """A mixed batch says what each merged model says alone, and each has its own prefixes."""
+    """A mixed batch gets each merged model's own answers, and adapters do not share prefixes."""
     base = str(tmp_path / "base")
     save_run(build_toy(Layout.single(), f"{_MIXTURE} --save {base}".split()))
     folders = {
@@ -469,7 +469,7 @@ def test_adapters_of_experts_are_chosen_per_request(sizes: dict[str, int], tmp_p
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_files_of_adapters_of_experts_that_peft_wrote_say_what_peft_says(kind: str) -> None:
+def test_files_of_adapters_of_experts_that_peft_wrote_give_the_results_of_peft(kind: str) -> None:
     record = json.loads((PEFT / "record.json").read_text())
     folder = str(PEFT / f"base_{kind}")
     config = _config(folder, 1, *"--tokenizer-type NullTokenizer --vocab-size 31".split())

@@ -155,7 +155,7 @@ def test_tensor_parallel_ranks_say_the_same(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next", "nemotron_h"])
-def test_files_that_peft_wrote_say_what_peft_says(kind: str, tmp_path: Path) -> None:
+def test_files_that_peft_wrote_give_the_results_of_peft(kind: str, tmp_path: Path) -> None:
     record = json.loads((PEFT / "record.json").read_text())
     base = str(written_base(kind, tmp_path))
     rows = len(record[kind]["logits"][0][0])

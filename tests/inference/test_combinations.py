@@ -1,4 +1,4 @@
-"""Text from random networks with random settings is that of plain forward passes.
+"""Random networks with random settings generate the text that plain forward passes predict.
 
 Other tests try each kind of network and each setting alone. To try more combinations:
 
@@ -104,7 +104,7 @@ class Combination:
 
     @property
     def tolerance(self) -> float:
-        """The difference between log probabilities."""
+        """Return the allowed difference between log probabilities."""
         return 0.2 if {"--bf16", "--fp16"} & set(self.flags) else 2e-3
 
 
@@ -247,10 +247,10 @@ def _are_logprobs(
 def _problems_of(
     request: Request, events: Sequence[Event], loaded: Loaded, tolerance: float
 ) -> Iterator[str]:
-    """Yield what is wrong with an answer."""
+    """Yield each problem with an answer."""
     (end,) = (event for event in events if isinstance(event, Finished))
     if end.reason == "refused":
-        return  # by name, when it arrived
+        return  # with a message, when it arrived
     if end.reason not in ("stop", "length"):
         yield f"{end.reason}: {end.message}"
     sampling, answer = request.sampling, tokens_of(events)
@@ -311,7 +311,7 @@ def _converted(folder: str, saver: str) -> str:
 
 
 def problems_of(found: Combination, folder: Path) -> Iterator[str]:
-    """Train, generate text, and yield what is wrong with it."""
+    """Train, generate text, and yield each problem with it."""
     base, tuned = str(folder / "base"), str(folder / "tuned")
     defaults = "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2 --lr 0.02"
     words = [*defaults.split(), *"--global-batch-size 1 --save-interval 2".split(), *found.flags]

@@ -99,7 +99,7 @@ def test_a_second_request_finds_the_first_ones_beginning(llama: Path) -> None:
 
 
 def test_a_step_s_view_of_the_cache_in_numbers(llama: Path) -> None:
-    """Sequences in blocks of 4 tokens: one and its draft, a prompt's second chunk, a new prompt."""
+    """With blocks of 4: a token and its draft, a prompt's second chunk, and a new prompt."""
 
     def row(start: int, size: int, tokens: int, blocks: list[int], drafts: int = 0) -> Row:
         ids = [10 * len(blocks) + i for i in range(tokens + drafts)]

@@ -158,7 +158,7 @@ def test_greedy_text_is_the_argmax_of_full_passes_with_neighbors_by_brute_force(
             encoded = np.concatenate([neighbors for _, neighbors in seen])
             np.testing.assert_array_equal(encoded, texts.tokens(nearest))
             continue
-        # One causal pass over the whole text: each position sees what it saw when it was last.
+        # One causal pass over the whole text: each position sees what it saw as the last one.
         filled = np.append(text, np.full(4 * CHUNK - len(text), tokenizer.eod))
         rows = np.concatenate((nearest, nearest[:1]))
         tokens = torch.from_numpy(texts.tokens(rows)[None])

@@ -213,7 +213,7 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
     assert "2 prompts got no answer" in capsys.readouterr().err
     assert run(model, "--sample-input-file", source, "--greedy", "--out-seq-length", 2) == 1
     captured = capsys.readouterr()
-    assert "2 prompts got no answer" in captured.err  # again, though none is to come
+    assert "2 prompts got no answer" in captured.err  # again, though no sample is missing
     assert captured.out.splitlines()[-1].endswith("0 samples written, 3 in all")
 
 

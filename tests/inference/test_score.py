@@ -46,7 +46,7 @@ def test_windows_score_each_token_but_the_first_once() -> None:
 
 
 def test_padding_has_no_probability_and_the_first_of_the_likeliest_is_greedy() -> None:
-    """Layouts are compared by the tasks that score."""
+    """The tests of the tasks that score compare layouts."""
     logits = torch.tensor([[0.0, 2, 2, -1, 9, 9], [3, 1, 2, 3, 9, 9], [0, 0, 0, 1, 9, 9]])
     targets = torch.tensor([2, 0, 3])
     expected = logits[:, :4].log_softmax(1)[torch.arange(3), targets]

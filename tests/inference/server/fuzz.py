@@ -132,7 +132,7 @@ class Outcome:
     Attributes:
         statuses: how often each occurred; 0: the connection was closed without an answer.
         faults: requests that failed, and how.
-        good: how many good requests were answered in between.
+        good: how many valid requests were answered in between.
     """
 
     statuses: Counter[int] = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""Send thousands of requests with two lengths, in which a proxy could see a second request.
+"""Send thousands of requests with two body lengths, in which a proxy could see a second request.
 
     python -m tests.inference.server.smuggling localhost:5000 --requests 1000
 

@@ -290,7 +290,7 @@ def test_megatrons_api_chooses_an_adapter_too(several: Live) -> None:
 def test_the_passages_that_a_retro_reads_are_in_its_answers(
     live: Live, several: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A passage that is read again, as by another beam, is told once."""
+    """A passage that is read again, as by another beam, is reported once."""
     passages = [NeighborPassage(i, 1, 10 + i, f"text {i}") for i in range(3)]
     monkeypatch.setattr(several.engine, "passages", (*passages, passages[0]))
     first, second = [[passages[0], passages[2]], [passages[1]]]

@@ -32,7 +32,7 @@ def open_inbox() -> Iterator[tuple[SocketInbox, socket.socket]]:
 
 
 def _all_commands(inbox: SocketInbox, count: int) -> list[Command]:
-    """Poll until so many commands have arrived."""
+    """Poll until this many commands have arrived."""
     found: list[Command] = []
     while len(found) < count:
         commands = inbox.poll(10.0)

@@ -1,4 +1,4 @@
-"""What requests may hold, and how errors are told: values at their bounds, and one beyond."""
+"""What requests may contain, and how errors are reported: values at and beyond their bounds."""
 
 from __future__ import annotations
 

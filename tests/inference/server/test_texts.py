@@ -1,4 +1,4 @@
-"""Hostile texts, templates and tokenizers: each is refused, and nobody else has to wait."""
+"""Hostile texts, templates and tokenizers: each is refused, and no other client has to wait."""
 
 from __future__ import annotations
 
