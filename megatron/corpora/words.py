@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
+_INVERSE = pow(_BASE, -1, 1 << 64)
 _STRIDE = 0xD6E8FEB86659FD93  # n-gram hash: the sum of hash(word i) * _STRIDE ** i
 _BATCH_BYTES = 1 << 18  # arrays with 8 bytes per byte of text fit in a core's cache
 
@@ -54,10 +55,7 @@ _CLASSES = _classes()
 # The value of each byte, in lower case. Values begin at 1, so that every byte changes the hash.
 _LOWER = np.arange(1, 257, dtype=np.uint64)
 _LOWER[0x41:0x5B] += 0x20
-_POWERS, _INVERSE_POWERS = (
-    _powers(_BASE, _BATCH_BYTES),
-    _powers(pow(_BASE, -1, 1 << 64), _BATCH_BYTES),
-)
+_POWERS, _INVERSE_POWERS = _powers(_BASE, _BATCH_BYTES), _powers(_INVERSE, _BATCH_BYTES)
 
 
 class Words(NamedTuple):
@@ -132,7 +130,7 @@ def _hash_words(data: NDArray[np.uint8], starts: NDArray[np.int64], ends: NDArra
         powers, inverse_powers = _POWERS[: len(data)], _INVERSE_POWERS
     else:  # a single document larger than a batch
         powers = _powers(_BASE, len(data))
-        inverse_powers = _powers(pow(_BASE, -1, 1 << 64), len(data))
+        inverse_powers = _powers(_INVERSE, len(data))
     running = np.empty(len(data) + 1, np.uint64)
     running[0] = 0
     np.cumsum(values * powers, out=running[1:])

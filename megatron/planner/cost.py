@@ -383,7 +383,8 @@ def _exchange(
     if batch.context > 1 and isinstance(sublayer, RecurrentPlan):
         # All-to-all exchanges of the recurrence's inputs and of its results.
         link, matrices = setting.context_link, class_of(sublayer).matrices(sublayer, WeightSplit())
-        width = sum(outputs for outputs, _ in matrices[:-1]) + matrices[-1][1]
+        (inputs_width, _), (_, results_width) = matrices
+        width = inputs_width + results_width
         sent = batch.width * batch.tokens * width / batch.tensor * (1 - 1 / batch.context)
         forward += sent / link.bandwidth + 2 * link.latency
         inputs += sent / link.bandwidth + 2 * link.latency

@@ -75,10 +75,11 @@ def test_the_depth_of_a_page(depth: int, reason: str, after: str) -> None:
     """Only pages with more than 5,000 open tags are measured."""
     pytest.importorskip("resiliparse")
     many = "<br>" * 6000
-    page = f"<body>{'<div>' * depth}{many}<p>a</p>{'</div>' * depth}{after}</body>"
+    page = f"<body><p>b</p>{'<div>' * depth}{many}<p>a</p>{'</div>' * depth}{after}</body>"
     assert judge_nesting(page) == reason
-    few = page.replace(many, "").replace(after or "-", "")
+    few = page.replace(many, "<br>" * (4997 - depth)).replace(after or "-", "")
     assert judge_nesting(few) == ""
+    assert judge_nesting(f"{few}<br>") == reason
 
 
 def test_the_windows_of_a_long_text() -> None:

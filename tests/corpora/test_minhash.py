@@ -44,6 +44,7 @@ def _jaccard(one: str, other: str, size: int) -> float:
         ("naïve Привет", ["naïve", "Привет"]),
         ("“quoted”—dash…end", ["quoted", "dash", "end"]),
         ("你好abc吗 d😀e", ["你", "好", "abc", "吗", "d", "😀", "e"]),
+        ("ไทย a", ["ไ", "ท", "ย", "a"]),
     ],
 )
 def test_words_are_found_where_a_reader_would(text: str, expected: list[str]) -> None:

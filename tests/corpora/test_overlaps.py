@@ -55,6 +55,10 @@ def test_overlaps_are_those_of_a_plain_search() -> None:
 def test_no_tasks_overlap_with_nothing() -> None:
     assert TaskNgrams.of_texts([], 13, 8).find(["a b", ""]) == [[], []]
     assert TaskNgrams.of_texts(["", "too short"], 13, 8).find(["too short"]) == [[]]
+    found = TaskNgrams.of_texts(["two words", "not three here"], 13, 2).find(
+        ["two words not three"]
+    )
+    assert [(one.start, one.end) for one in found[0]] == [(0, 9)]
 
 
 def test_a_cut_reaches_to_the_ends_of_sentences() -> None:

@@ -20,7 +20,7 @@ from megatron.corpora.records import (
 )
 from megatron.corpora.sources import FilePart, cut_pieces
 from megatron.data.text_input import TextBlock
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, StorageError
 
 
 def test_lines_of_a_block_are_read_with_their_place() -> None:
@@ -73,6 +73,9 @@ def test_a_bad_line_leaves_no_output(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"in.jsonl: line at byte 0: no text under the key 'text'"):
         transform_records(str(source), outputs, _sort, ("text",), 0)
     assert list(tmp_path.iterdir()) == [source]
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"output .*file/even"):
+        transform_records(str(source), [str(tmp_path / "file" / "even")], _sort, (), 0)
     for name in ("a.txt", "a.PARQUET"):
         (tmp_path / name).touch()
         with pytest.raises(ConfigError, match=f"{name}: expected JSON lines: give a .json or"):

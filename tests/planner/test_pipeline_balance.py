@@ -22,7 +22,7 @@ from megatron.planner.pipeline_balance import (
 from megatron.training.panel import size_rows
 
 SHAPES = [("interleaved", 4, 4, 16), ("interleaved", 2, 2, 7), ("1f1b", 4, 1, 30)]
-SHAPES += [("gpipe", 3, 1, 8), ("zero-bubble", 4, 1, 16)]
+SHAPES += [("interleaved", 4, 2, 51), ("gpipe", 3, 1, 8), ("zero-bubble", 4, 1, 16)]
 
 
 def alike(layers, head=1.95, again=0):

@@ -32,6 +32,16 @@ _GPT = """
 _HYBRID = "--hybrid-layer-pattern M-M*-M-M --mamba-num-groups 4 --position-embedding-type none"
 _MIXTURE = "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4"
 _SMALL = "--hidden-size 512 --num-attention-heads 8 --micro-batch-size 1"  # waits for the host
+_LATENT = (
+    "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+    "--qk-pos-emb-head-dim 64 --v-head-dim 128 --position-embedding-type rope"
+)
+_DELTA = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-key-head-dim 128 --linear-value-head-dim 256 --linear-num-key-heads 16 "
+    "--linear-num-value-heads 32 --position-embedding-type rope --normalization RMSNorm "
+    "--disable-bias-linear"
+)
 _PACKED = "--lora-rank 8 --frozen-weights-dtype nf4"
 # Name: (machine, processes, flags).
 RUNS = {
@@ -82,6 +92,16 @@ RUNS = {
                                           "--global-batch-size 128 --use-tp-pp-dp-mapping"),
     "logits from files": ("H200", 1, "--logits-load-dir logits"),
     "offloaded": ("H200", 1, "--optimizer-cpu-offload"),
+    "muon": ("H200", 1, "--optimizer muon"),
+    "momentum": ("H200", 1, "--optimizer sgd --sgd-momentum 0.9"),
+    "attention dropout": ("H200", 1, "--attention-dropout 0.1"),
+    "latent attention": ("H200", 1, _LATENT),
+    "latent attention, recomputed": ("H200", 1, f"{_LATENT} --recompute-granularity selective "
+                                                "--recompute-modules mla_up_proj"),
+    "delta rule, context": ("H200", 2, f"{_DELTA} --context-parallel-size 2"),
+    "further tokens": ("H200", 1, "--mtp-num-layers 1 --position-embedding-type rope"),
+    "experts in FP8": ("H200", 2, "--num-experts 4 --moe-router-topk 2 --fp8-format hybrid "
+                                  "--expert-model-parallel-size 2"),
 }  # fmt: skip
 SEARCHES = {
     "gpt": f"--gpus 8xH100 --global-batch 64 -- {_GPT}",

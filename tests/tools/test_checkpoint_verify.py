@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,3 +148,51 @@ def test_the_command_compares_two_models_that_are_there(tmp_path: Path, capsys) 
         assert capsys.readouterr().out.startswith("logits differ by at most ")
     assert verify.main([str(tmp_path / "b"), str(other)]) == CheckpointError.exit_code
     assert "of the largest" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "tolerance", "agrees"),
+    [
+        ([3.5, 1.0], [4.0, 1.0], 0.125, True),
+        ([3.5, 1.0], [4.0, 1.0], 0.12, False),
+        ([-3.5, 1.0], [-4.0, 1.0], 0.125, True),
+        ([0.5, 0.25], [0.5, 0.125], 0.125, True),  # a largest logit below 1 counts as 1
+        ([0.5, 0.25], [0.5, 0.125], 0.12, False),
+        ([1.0, 2.0, 99.0], [1.0, 2.0], 0.0, True),  # rows of padding in our vocabulary
+        ([math.nan], [1.0], 1.0, False),
+    ],
+)
+def test_the_tolerance_is_a_fraction_of_the_largest_logit(
+    actual: list[float], expected: list[float], tolerance: float, agrees: bool, monkeypatch
+) -> None:
+    reader = SimpleNamespace(vocab=9)
+    config = SimpleNamespace(model=SimpleNamespace(max_position_embeddings=8))
+    monkeypatch.setattr(verify, "find_spec", lambda _: True)
+    monkeypatch.setattr("megatron.checkpoint.loading.open_hf", lambda *_, **__: reader)
+    for name, values in (("megatron", actual), ("transformers", expected)):
+        outputs = {"same": torch.ones(2), "logits": torch.tensor(values)}
+        monkeypatch.setattr(verify, f"{name}_outputs", lambda *_, outputs=outputs: outputs)
+    if agrees:
+        largest = max(map(abs, expected))
+        difference = max(abs(a - b) for a, b in zip(actual, expected, strict=False))
+        assert verify.verify(reader, config, Path("x"), tolerance=tolerance) == (
+            "--verify: same differ by at most 0.00e+00 (largest 1.00, fp32); "
+            f"logits differ by at most {difference:.2e} (largest {largest:.2f}, fp32)"
+        )
+    else:
+        with pytest.raises(CheckpointError, match=f"more than {tolerance:g} of the largest"):
+            verify.verify(reader, config, Path("x"), tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("positions", "length"), [(1000, 64), (65, 64), (15, 15)])
+def test_random_inputs_have_padding_and_fit_the_context(positions: int, length: int) -> None:
+    found = verify.random_inputs(positions, 50)
+    assert found.tokens.shape == found.types.shape == (2, length)
+    assert found.decoder_tokens.shape == (2, (length + 1) // 2)
+    assert {*found.types.unique().tolist()} == {0, 1}
+    assert found.tokens.unique().numel() > length // 2
+    assert 0 <= int(found.tokens.min()) <= int(found.tokens.max()) < 50
+    assert found.padding[0].all()
+    assert found.padding[1].tolist() == [i < length - length // 4 for i in range(length)]
+    again = verify.random_inputs(positions, 50)
+    assert (found.tokens.equal(again.tokens), found.types.equal(again.types)) == (True, True)
