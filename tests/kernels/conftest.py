@@ -82,8 +82,13 @@ def emulated(tmp_path_factory) -> Iterator[KernelLibrary]:
     else:
         made = KernelLibrary(path, driver(folder / "linked.so"))
     real = library.open_library
-    with pytest.MonkeyPatch.context() as patch:  # compiled code finds the library by its path
-        patch.setattr(library, "open_library", lambda x: made if x == made.path else real(x))
+
+    def opened(path: str) -> KernelLibrary:  # compiled code finds the library by its path
+        return made if path == made.path else real(path)
+
+    opened.cache_clear = real.cache_clear  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "open_library", opened)
         yield made
 
 
