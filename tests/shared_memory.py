@@ -2,8 +2,8 @@
 
 A collective of small tensors costs gloo up to a hundred system calls and two milliseconds of
 CPU time in each process, more than a toy model computes between two of them. Here it costs a
-copy and, if somebody sleeps, a bell. Tests of what a layout computes use this; tests of how
-processes communicate use gloo.
+copy and, if a reader sleeps, a wake-up through its eventfd (its bell). Tests of what a layout
+computes use this; tests of how processes communicate use gloo.
 
 Every rank writes its data into its own memory and counts its messages; whoever waits for the data
 reads it there. So inputs are read when a collective starts, and results appear when it, or a later

@@ -3,10 +3,10 @@
 Walks the syntax tree of every shipped Python file. Each exception is one name in one file. The
 writer of Megatron's files uses only pickle's `Pickler` class; nothing unpickles, because
 checkpoint/legacy/unpickler.py reads the byte code itself. The writer of Megatron Core's index takes
-only its records from torch.distributed.checkpoint. Two files load shared libraries:
+only the classes of its records from torch.distributed.checkpoint. Two files load shared libraries:
 those of the system by name, and NVRTC from the folders that Python imports from. Neither loads
 anything from a cache. In the package, files are written by megatron/durable.py, which never follows
-a link; every other writer gives its reason here.
+a link; the reason for every other writer is stated here.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def test_the_memory_of_a_cpu_process_is_its_resident_memory() -> None:
 
 
 def test_marks_count_how_far_the_queue_is_behind() -> None:
-    """A number takes part modulo 2**16, so a run may queue any number of marks."""
+    """Marks are numbered modulo 2**16, so a run may queue any number of them."""
     marks = StreamMarks(torch.device("cpu"))
     assert marks.lag(3) == 3
     for number in (5, 2**16 - 1, 2**16, 2**17 + 1):

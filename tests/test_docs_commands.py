@@ -396,7 +396,7 @@ def _in_a_room(file: Path) -> bool:
     return parts[0] == "megatron" and len(parts) > 2
 
 
-def test_the_tour_names_what_stands_where_it_says() -> None:
+def test_the_tour_names_what_is_where_it_says() -> None:
     """Check the classes in its table, and the functions and classes in its diagram of an update."""
     page = ROOT / "docs" / "tour.md"
     text, places = page.read_text(encoding="utf-8"), []

@@ -105,7 +105,7 @@ def test_packed_documents_take_what_their_rows_say() -> None:
 
 @pytest.mark.parametrize("first", ["training", "what"])
 def test_results_are_on_the_page_that_their_row_links(first) -> None:
-    """Each number in the column is on the page that the row links, or further down here."""
+    """Each number in the column is on the page that its row links, or further down this page."""
     opening, further = FIRST.split("## Missed goals and missing measurements", 1)
     for row in table(opening, first, "measured"):
         link = re.search(r"\]\(((?:benchmarks/)?\w+\.md)", row[first])

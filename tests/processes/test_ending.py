@@ -111,7 +111,7 @@ _STEP = "iteration 4, optimizer step"
 )
 @pytest.mark.parametrize("is_own", [True, False])
 def test_why_a_run_ends(error, iteration, waits, silent, ending, is_own, capsys):
-    """Only the process that ends the run prints its error, unless it blames another."""
+    """Only the process that ends the run prints its error, unless it blames another process."""
     calls = []
 
     class Watched:

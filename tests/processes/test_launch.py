@@ -316,7 +316,7 @@ def test_torchruns_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("1", None), ("0", "0")])
-def test_a_rank_that_there_is_not(monkeypatch, rank, size):
+def test_a_rank_beyond_the_number_of_processes(monkeypatch, rank, size):
     """Alone, it would train in silence; with others, it would wait for a rank that never comes."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -328,7 +328,7 @@ def test_a_rank_that_there_is_not(monkeypatch, rank, size):
         read_launch()
 
 
-def test_a_launcher_that_has_ended_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_has_ended_is_not_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the parent of a rank, or of the server that the rank was forked from."""
     told: list[tuple[int, int]] = []
     ignored: list[tuple[object, object]] = []
@@ -373,7 +373,7 @@ def test_one_rank_of_a_machine_ends_its_launcher(
     monkeypatch.delenv("MEGATRON_LAUNCHER_SIGNAL", raising=False)
     launch = Launch(local_rank=local_rank, local_world_size=2, restart_count=2)
     end_launcher(launch)
-    notify_saved(launch)  # only our own launcher is told
+    notify_saved(launch)  # only our own launcher is notified
     assert told == [(os.getppid(), signal.SIGHUP)] * calls
     assert ignored == [(signal.SIGHUP, signal.SIG_IGN)]
 

@@ -295,7 +295,7 @@ def test_an_error_that_cannot_be_printed_keeps_no_process(
     assert _ended(hang, tmp_path).code == 5
 
 
-def test_without_an_answer_of_the_store_all_work_is_limited(tmp_path: Path) -> None:
+def test_without_an_answer_from_the_store_all_work_is_limited(tmp_path: Path) -> None:
     """A file may be on the frozen machine, and nobody can confirm that the others ended."""
 
     def hang() -> None:

@@ -278,7 +278,7 @@ def opened(words: Sequence[str], *more: str, processes: int = 1) -> command.Prep
 
 
 def test_the_run_that_flags_describe(words: list[str], tmp_path: Path) -> None:
-    """A BERT that no stage loads has the smallest network; a missing length is Megatron's."""
+    """A BERT that no stage loads is as small as possible; the length defaults to Megatron's."""
     words += ["--retro-workdir", str(tmp_path / "w")]
     # Batches need not divide among processes, which embed and do not train.
     config = command.parse(words, 3).config
@@ -531,7 +531,7 @@ def test_mistakes_are_named_with_the_remedy(
 
 
 def test_megatron_stores_more_neighbors_than_it_searches(words: list[str], tmp_path: Path) -> None:
-    """The others are missing."""
+    """The neighbors beyond those are stored as missing (-1)."""
     preprocess(
         words,
         tmp_path / "w",

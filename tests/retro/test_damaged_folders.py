@@ -66,13 +66,13 @@ def told(path, **changes):
 
 
 def of_other_data(folder):
-    """Point the database to other data than the run's: as many documents, but other tokens."""
+    """Point the database to different data than the run's: as many documents, other tokens."""
     other = [[*document.tolist(), EOD] for document in random_documents(60, seed=2)]
     told(corpora_file(folder), prefix=write_dataset(folder / "other", other))
 
 
 def with_tokens(folder, change):
-    """Point the database to data with the same places but other tokens."""
+    """Point the database to documents of the same lengths whose tokens `change` replaces."""
     documents = [[*document.tolist(), EOD] for document in random_documents(60)]
     changed = [[change(token) for token in document] for document in documents]
     told(corpora_file(folder), prefix=write_dataset(folder / "other", changed))

@@ -27,7 +27,7 @@ def test_an_order_is_all_that_spearman_asks_for():
     assert pearson(x, y) < 0.95
 
 
-def test_one_guess_for_all_says_nothing():
+def test_one_prediction_for_all_has_no_correlation():
     numbers = value_metrics([1.0, 2.0, 4.5], [2.5, 2.5, 2.5])
     assert (numbers["pearson"], numbers["spearman"]) == (0, 0)
     assert numbers["mean squared error"] == pytest.approx((1.5**2 + 0.5**2 + 2**2) / 3)

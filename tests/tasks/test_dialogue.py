@@ -110,7 +110,7 @@ def _prompt(layout, words):
 
 
 def _numbers_only(prompts):
-    """Return a `read_prompts` without the characters that a NullTokenizer cannot read."""
+    """Return a stand-in for `read_prompts` whose prompts the NullTokenizer can read."""
     return lambda own: prompts
 
 

@@ -84,7 +84,7 @@ def test_it_learns_and_keeps_the_best(toy, tmp_path):
     assert written["best"] == {"iteration": best.iteration, "score": 1.0, "of": ["accuracy"]}
     assert not any(name.startswith("optimizer.") for name in best.names())
 
-    # The best weights alone give the same guesses without training.
+    # The best weights alone give the same predictions without training.
     for flag in ("--load", "--pretrained-checkpoint"):
         again = [flag, str(tmp_path / "best"), "--epochs", "0"]
         words = [*again, "--valid-data", str(toy[0] / "dev.tsv")]
@@ -120,7 +120,7 @@ def test_numbers_are_learned_by_squared_error(toy, tmp_path, capsys):
     assert "> batch 12 of 12\n" in shown  # 23 samples, two at a time
     assert "all files" not in shown  # a single one
 
-    # The best weights alone have the score for which they were kept, and give the same guesses.
+    # The best weights alone have the score for which they were kept, and the same predictions.
     results = tmp_path / "best.json"
     again = ["--load", str(tmp_path / "best"), "--epochs", "0", "--results", str(results)]
     data = ["--valid-data", str(toy[0] / "dev.sts"), "--micro-batch-size", "5"]
@@ -136,8 +136,9 @@ def test_a_number_is_not_rounded_to_16_bits_and_its_loss_has_no_perplexity(toy, 
     _, last = finetune(
         Layout.single(), "STS-B", [*words, "--eval-iters", "1", "--eval-interval", "4"]
     )
-    guesses = torch.tensor(last.all_files.predictions)
-    assert (guesses != guesses.bfloat16().float()).sum() > len(guesses) / 2
+    predictions = torch.tensor(last.all_files.predictions)
+    rounded = predictions.bfloat16().float()
+    assert (predictions != rounded).sum() > len(predictions) / 2
     said = capsys.readouterr().out
     assert "validation loss at iteration 4 | lm loss value:" in said
     assert "PPL" not in said
@@ -432,7 +433,7 @@ def test_an_epoch_is_saved_and_evaluated_when_its_last_sample_was_trained_on(toy
 @pytest.mark.parametrize(
     ("task", "better", "worse"),
     [
-        # The same guess for all is right more often, but says nothing.
+        # The same prediction for all samples is right more often, but has no correlation.
         ("CoLA", (0, 0, 1, 0, 0, 0), (1, 1, 1, 1, 1, 1)),
         # Equally often right, but F1 is 0.8 and 0.67.
         ("MRPC", (1, 1, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1)),

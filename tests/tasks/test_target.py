@@ -1,4 +1,4 @@
-"""Metrics from counts of guesses, against their definitions."""
+"""Metrics from counts of predictions, against their definitions."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_a_class_that_is_predicted_as_often_as_it_occurs():
     assert [row[-1] for row in rows] == [0.75, pytest.approx(5 / 6)]
 
 
-def test_guessing_one_class_only():
+def test_predictions_of_a_single_class():
     numbers = class_metrics([[0, 7], [0, 3]])
     assert (numbers["accuracy"], numbers["matthews"]) == (0.3, 0.0)
 

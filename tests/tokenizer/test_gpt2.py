@@ -58,7 +58,7 @@ class Reference:
 
 
 def awkward_texts() -> list[str]:
-    """Return random unicode of several kinds, runs of white space, spelled-out special tokens."""
+    """Return random Unicode of several kinds, runs of whitespace, spelled-out special tokens."""
     generator = random.Random(5)
     everything = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
     kinds = [

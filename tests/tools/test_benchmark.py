@@ -293,7 +293,7 @@ def test_two_commits_beside_each_other() -> None:
 
 @pytest.mark.slow
 def test_a_whole_benchmark_on_a_cpu(tmp_path, capsys) -> None:
-    """It prints ceilings, two processes under torchrun, tables, files, and the cached ceilings."""
+    """It measures and caches ceilings, trains two processes, prints tables, and writes files."""
     words = "--workload demo --precision fp32 --gpus 2 --iterations 3 --warmup 1 --repeat 1"
     words += " --ceiling-seconds 0.01 --label mine"
     command = [*words.split(), "--output", str(tmp_path), "--timeout", "250"]

@@ -1,7 +1,4 @@
-"""tools/benchmark_kernels.py: what it runs, what it leaves out, and rows of kernels that are not
-
-ours.
-"""
+"""tools/benchmark_kernels.py: what it runs and leaves out, and rows of other kernels."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _MODELS = {
 
 
 def _known(program: str) -> set[str]:
-    """Return the flags that a program takes or answers by name."""
+    """Return the flags that a program takes or reports by name."""
     if program in _MODELS:
         table = other_flags()
         names = {*by_spelling(sections().values()), *by_spelling(_MODELS[program])}

@@ -1,7 +1,4 @@
-"""Everything that users start works from any folder, without installing the package, and without
-
-importing what --help does not need.
-"""
+"""Every command works from any folder without an installation, and --help imports little."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random combinations of features train, save and resume to the bit, or are refused by name.
 
-Other tests try each feature alone or with those that it is known to meet. To try more of them:
+Other tests try each feature alone or in combinations known to matter. To try more of them:
 
     python -m tests.training.test_combinations --count 200 --seed 1
 """

@@ -111,7 +111,7 @@ def test_two_processes_have_the_same_losses(axis: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("more", ["", "--eval-global-batch-size 10 --eval-micro-batch-size 5"])
 def test_full_validation_evaluates_every_conversation(more: str, folder: Path) -> None:
-    """The loss after an update is that on which the next update trains, also on every label."""
+    """The loss after an update equals the training loss of the next update on the same data."""
     words = "--train-epochs 4 --eval-interval 1 --full-validation".split()
     words += ["--valid-data-path", str(folder / f"{FEW}.jsonl"), *more.split()]
     records = _records(Layout(), folder, FEW, words)

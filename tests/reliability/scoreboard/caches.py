@@ -28,7 +28,7 @@ from tests.data.corpus import write_corpus, write_sentences
 from tests.reliability.scoreboard.score import Trials, expect
 from tests.tokenizer.test_gpt2 import GOOD, write_pair
 
-_OTHER_UID = 4321  # a user id
+_OTHER_UID = 4321  # a user ID
 _LIBRARY = b"a library"
 
 

@@ -1,4 +1,4 @@
-"""Runs the toy in a forked process as a user would; returns its exit code and output."""
+"""Run the toy in a forked process as a user would, and return its exit code and output."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Command:
             os.waitpid(self.pid, 0)
 
     def wait_for_output(self, text: str) -> None:
-        """Wait until it has printed `text`. Raises AssertionError if it ends or takes too long."""
+        """Wait until the command prints `text`; raise AssertionError if it ends or hangs first."""
         deadline = time.monotonic() + _LIMIT
         while not self.output.exists() or text not in self.output.read_text():
             exited = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -68,7 +68,7 @@ class Command:
             time.sleep(0.005)
 
     def end(self) -> CommandResult:
-        """Wait for its end. Raises AssertionError if it hangs."""
+        """Wait until the command ends; raise AssertionError if it hangs."""
         deadline = time.monotonic() + _LIMIT
         while self._result is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

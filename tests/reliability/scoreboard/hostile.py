@@ -1,4 +1,4 @@
-"""Damaged input for every reader of bytes, and random programs for the pickle reader."""
+"""Rows 41 and 42: damaged input for every reader of bytes, and random programs for pickles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BATCH = 500  # programs held in memory
 
 
 def every_reader(_: Path, count: int) -> Trials:
-    """Try each target with damaged inputs, in a process that must not hang, crash or grow."""
+    """Try row 41: damaged inputs for each target, in a process that must not hang or grow."""
     trials = Trials(f"seed {_SEED}")
     for target in TARGETS:
         _try(trials, target, count)
@@ -28,7 +28,7 @@ def every_reader(_: Path, count: int) -> Trials:
 
 
 def hostile_pickles(_: Path, count: int) -> Trials:
-    """Try random programs, mutations of them and of real pickles, and trees that Python pickles."""
+    """Try row 42: random programs, mutations of these and real pickles, and pickled trees."""
     trials = Trials(f"seed {_SEED}; programs and trees 0 and up")
     (real,) = [target for target in TARGETS if target.name == "pickle"]
     for first in range(0, count, _BATCH):

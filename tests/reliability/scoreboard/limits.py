@@ -52,7 +52,7 @@ _PRIVATE = 0x44000  # for mount: MS_REC | MS_PRIVATE
 
 
 def merely_large(folder: Path, count: int) -> Trials:
-    """Draw sizes, limits and closing times, and run commands."""
+    """Try row 39: run commands with random sizes, limits and closing times."""
     trials = Trials.with_seeds(count)
     attacks = (_preprocess, _train_tokenizer, _little_memory, _little_shared_memory, _reader_exits)
     first = _training(folder, 2)

@@ -24,7 +24,7 @@ from megatron.environment import private_cache
 from megatron.kernels.build import digest, join, keep
 from tests.checkpoint.legacy.test_malicious import MARK, Calls
 
-_OTHER_UID = 4321  # a user id
+_OTHER_UID = 4321  # a user ID
 _CALLS: tuple[tuple[Any, ...], ...] = (
     (os.system, f"touch {MARK}"),
     (os.mkdir, MARK),

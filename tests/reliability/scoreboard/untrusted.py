@@ -20,7 +20,7 @@ from tests.checkpoint.states import assert_loads, make_state, save, save_state
 from tests.reliability.scoreboard.score import Trials, expect, within
 
 SECONDS = 10  # to open any checkpoint
-_OTHER_UID = 54_321  # a user id
+_OTHER_UID = 54_321  # a user ID
 META = {
     "skipped_train_samples": 0,
     "optimizer": {"step": 2, "loss_scale": {"scale": 65536.0, "growth_tracker": 3}},
