@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from megatron.processes.watchdog import GRACE, Verdict, Watchdog, ranks_text
 # The communication library waits this much longer than we do, because it aborts without naming the
 # missing rank.
 BACKSTOP = timedelta(minutes=1)
-_LINGER = 0.5  # seconds before rank 0 exits, so that others can still read the store
+_LINGER = 5.0  # seconds that rank 0 stays at most, so that others can still read the store
 _SHOWN = 4  # the number of machines that a message names
 
 
@@ -218,7 +217,11 @@ def check_devices(store: dist.Store, launch: Launch, device: Device, unmet: Sequ
     problems = json.loads(store.get("unmet"))
     if problems:
         if launch.rank == 0:
-            time.sleep(_LINGER)
+            others = [f"heard/{rank}" for rank in range(1, launch.world_size)]
+            with suppress(dist.DistError):  # one of them has ended
+                store.wait(others, timedelta(seconds=_LINGER))
+        else:
+            store.set(f"heard/{launch.rank}", "")
         raise ConfigError(problems)
 
 

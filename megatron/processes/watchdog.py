@@ -49,6 +49,7 @@ _LINGER = 2.0  # from a verdict until its author exits, so that the others can r
 # others, and longer on busy machines. All processes must exit within 10 s.
 _PATIENCE = 8.0
 GRACE = 5.0  # from a verdict until the watchdog ends a process that has not exited by itself
+_PRINT = 1.0  # until a process that ends stops waiting for the reader of its output
 CRASHED = 1  # Python's exit code after an uncaught exception
 LOST = (
     "was it killed, did it run out of memory, or is its machine down? See the launcher's report "
@@ -645,7 +646,7 @@ class Watchdog:
         try:
             writer = threading.Thread(target=write_last, daemon=True)
             writer.start()
-            writer.join(timeout=BEAT)
+            writer.join(timeout=_PRINT)
         finally:  # even if no thread can be started
             os._exit(code)
 

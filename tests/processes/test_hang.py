@@ -20,6 +20,7 @@ def test_a_state_survives_the_store():
 def test_every_process_exits_within_10_seconds_of_an_alarm():
     assert (watchdog.BEAT, watchdog._SILENCE, watchdog._LINGER) == (1.0, 3.0, 2.0)
     assert (watchdog._PATIENCE, watchdog.GRACE, watchdog.CRASHED) == (8.0, 5.0, 1)
+    assert watchdog._PRINT == 1.0
 
 
 def test_a_rank_that_has_started_no_collective_of_a_group_is_absent_from_its_first():

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import threading
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from megatron.device import Device
 from megatron.errors import ConfigError, HangError, ShortageError, StorageError
 from megatron.kernels.library import LibraryChoice
 from megatron.parallel.layout import Layout
-from megatron.processes import process
+from megatron.processes import groups, process
 from megatron.processes.crashes import CrashLog
 from megatron.processes.faults import FaultyJournal
 from megatron.processes.groups import (
@@ -196,7 +197,7 @@ def test_all_processes_hear_what_one_of_them_lacks(tmp_path, gpus, message) -> N
     ranks = start_ranks([str(script), *flags], os.environ, streams[:2], streams[2:])
     try:
         for rank in ranks:
-            rank.join(60)
+            rank.join(120)
         assert [rank.exitcode for rank in ranks] == [ConfigError.exit_code] * 2
     finally:
         for rank in ranks:
@@ -208,11 +209,17 @@ def test_all_processes_hear_what_one_of_them_lacks(tmp_path, gpus, message) -> N
     assert second == ""
 
 
+# Both ranks start first: on a busy machine, one could otherwise come after the other has given up.
 KILLED = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})
 import torch.distributed as dist
 import pretrain_gpt
+
+ready = [pathlib.Path(__file__).with_name("ready" + rank) for rank in "01"]
+ready[int(os.environ["RANK"])].touch()
+while not all(file.exists() for file in ready):
+    time.sleep(0.01)
 
 if os.environ["RANK"] == "1":
     dist.{call} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
@@ -225,11 +232,11 @@ def test_a_process_that_is_killed_while_groups_form_ends_the_other(tmp_path, cal
     script = tmp_path / "script.py"
     script.write_text(KILLED.format(root=str(ROOT), call=call))
     output = [tmp_path / str(rank) for rank in (0, 1)]
-    flags = [*TOY, "--train-iters", "1", "--distributed-timeout-minutes", "0.02"]
+    flags = [*TOY, "--train-iters", "1", "--distributed-timeout-minutes", "0.1"]
     ranks = start_ranks([str(script), *flags], os.environ, output, output)
     try:
         for rank in ranks:
-            rank.join(60)
+            rank.join(120)
         assert [rank.exitcode for rank in ranks] == [HangError.exit_code, -signal.SIGKILL]
     finally:
         for rank in ranks:
@@ -261,16 +268,33 @@ def test_a_process_alone_asks_nobody() -> None:
 
 
 def test_the_first_rank_stays_until_the_others_have_heard_what_is_wrong(monkeypatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr("megatron.processes.groups.time.sleep", slept.append)
-    for unmet in ([], ["x"]):
-        store = HashStore()
-        store.set("device/1", json.dumps(["cpu", "b", unmet]))
-        for rank in (0, 1):
-            told = pytest.raises(ConfigError, match="^x$") if unmet else nullcontext()
-            with told:
-                check_devices(store, Launch(rank, 2), Device.cpu(), unmet)
-            assert slept == [0.5] * len(unmet)
+    monkeypatch.setattr(groups, "_LINGER", 120.0)
+    store, raised = HashStore(), []
+
+    def check(rank: int) -> None:
+        try:
+            check_devices(store, Launch(rank, 3), Device.cpu(), ["x"])
+        except ConfigError as error:
+            raised.append((rank, str(error)))
+
+    store.set("device/2", json.dumps(["cpu", "b", ["x"]]))
+    first = threading.Thread(target=check, args=(0,))
+    first.start()
+    for rank in (1, 2):
+        first.join(0.3)
+        assert first.is_alive()
+        check(rank)
+    first.join(60)
+    assert sorted(raised) == [(0, "x"), (1, "x"), (2, "x")]
+
+
+@pytest.mark.parametrize("unmet", [[], ["x"]])
+def test_the_first_rank_does_not_stay_for_ranks_that_have_ended(unmet, monkeypatch) -> None:
+    monkeypatch.setattr(groups, "_LINGER", 0.1 if unmet else 600.0)
+    store = HashStore()
+    store.set("device/1", json.dumps(["cpu", "b", unmet]))
+    with pytest.raises(ConfigError, match="^x$") if unmet else nullcontext():
+        check_devices(store, Launch(0, 2), Device.cpu(), unmet)
 
 
 @pytest.mark.parametrize("faults", [[], [Fault.parse("step:0:9:kill")]], ids=str)

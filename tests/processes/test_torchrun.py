@@ -22,7 +22,7 @@ from megatron.errors import EXIT_SAVED_ON_SIGNAL, CrashLoopError
 from megatron.processes import torchrun, warm
 from megatron.processes.launch import python_path
 from megatron.processes.torchrun import first_failure
-from tests.reliability.processes import wait_until
+from tests.reliability.processes import has_ended, wait_until
 from tests.repository import ROOT, command_environment
 
 _RANK = """
@@ -30,8 +30,11 @@ import os, signal, sys, time
 from pathlib import Path
 
 def save(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(3)
     Path(folder, "saved" + rank).touch()
+    while len(list(Path(folder).glob("saved*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)  # ranks save together
     sys.exit(3)
 
 signal.signal(signal.SIGTERM, save)
@@ -267,7 +270,7 @@ def test_the_ranks_are_children_of_the_launcher_or_of_the_server() -> None:
         subprocess.Popen(["sh", "-c", "cat; :", name], stdin=subprocess.PIPE) for name in names
     ]
     try:
-        wait_until(lambda: all(warm._children_of(shell.pid) for shell in shells), 10.0)
+        wait_until(lambda: all(warm._children_of(shell.pid) for shell in shells), 60.0)
         first, server, _ = (shell.pid for shell in shells)
         assert set(warm.ranks()) - before == {first, *warm._children_of(server)}
     finally:
@@ -319,7 +322,7 @@ def test_a_forked_rank_runs_as_with_python(
     assert raised == ([ValueError] if code == 1 else [])
     said = ["__main__", [str(script), "--a", "b"], str(tmp_path), folders or None]
     assert capsys.readouterr().out == f"{said}\nTrue\n"
-    wait_until(lambda: bool(followed), 10.0)
+    wait_until(lambda: bool(followed), 60.0)
     assert followed[0].is_set() == (code is None)  # otherwise the process ends
 
 
@@ -344,7 +347,7 @@ def test_the_launcher_ends_with_the_code_of_the_run(
     code: int, expected: int, restarts: int, tmp_path: Path
 ) -> None:
     process = _start(tmp_path, code, 1, "--max-restarts", str(restarts))
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == expected, errors
     assert (" FAILED" in errors) == (code != 0)
     assert "Traceback" not in errors
@@ -352,9 +355,9 @@ def test_the_launcher_ends_with_the_code_of_the_run(
 
 def test_ranks_save_on_sigterm_for_as_long_as_they_need(tmp_path: Path) -> None:
     process = _start(tmp_path, 100, 2)
-    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60.0)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 240.0)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 3, errors
     assert len(list(tmp_path.glob("saved*"))) == 2
     assert "FAILED" not in errors  # this is not a failure
@@ -362,9 +365,9 @@ def test_ranks_save_on_sigterm_for_as_long_as_they_need(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_launcher_without_a_traceback(tmp_path: Path) -> None:
     process = _start(tmp_path, 100, 2)
-    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 60.0)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, 240.0)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
     assert "SignalException" not in errors
     assert "torch/distributed/run.py" not in errors
@@ -406,7 +409,7 @@ def test_a_restarted_rank_imports_nothing_again(kind: str, tmp_path: Path) -> No
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -440,9 +443,9 @@ def test_forked_ranks_end_with_their_launcher(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     files = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 240.0)
     done, sleeping = (int(file.read_text()) for file in files)
     wait_until((tmp_path / "done").exists, 60.0)
     process.kill()
     process.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (done, sleeping)), 10.0)
+    wait_until(lambda: has_ended(done) and has_ended(sleeping), 60.0)

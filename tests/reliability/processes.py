@@ -138,6 +138,13 @@ def children(pid: int) -> list[int]:
     return pids
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, though nobody may have asked for its exit code."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return True
+
+
 def wait_until(condition: Callable[[], object], seconds: float) -> None:
     """Wait until a condition holds. Raises AssertionError if it takes longer."""
     deadline = time.monotonic() + seconds
