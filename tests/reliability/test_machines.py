@@ -39,7 +39,7 @@ def test_two_machines_train_as_one_process(machines: list[Machine], tmp_path: Pa
         ),
     ):
         assert one.wait(timeout=120) == 0, (tmp_path / "a").read_text()
-        assert two.wait(timeout=30) == 0, out.read_text()
+        assert two.wait(timeout=120) == 0, out.read_text()
     flags[:2] = []
     alone = run_ranks(module(*flags), environment("none:0:0", tmp_path / "fault"))
     assert alone.returncode == 0, alone.stdout
@@ -66,12 +66,12 @@ def test_a_cut_cable_ends_both_sides(machines: list[Machine], tmp_path: Path) ->
         ),
     ):
         outputs = [tmp_path / "a", tmp_path / "b"]
-        wait_until(lambda: any("iteration        3/" in o.read_text() for o in outputs), 90.0)
+        wait_until(lambda: any("iteration        3/" in o.read_text() for o in outputs), 120.0)
         workers = [children(one.pid), children(two.pid)]
         assert all(workers)
         ip("-n", a.namespace, "link", "set", a.interface, "down")
         cut = time.monotonic()
-        wait_until(lambda: not children(one.pid) and not children(two.pid), TIMEOUT + 12.0)
+        wait_until(lambda: not children(one.pid) and not children(two.pid), TIMEOUT + 60.0)
         assert time.monotonic() - cut > TIMEOUT
     for output in outputs:
         text = output.read_text()

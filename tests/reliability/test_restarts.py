@@ -69,7 +69,7 @@ def test_a_crash_loop_ends(launcher: str, code: int, tmp_path: Path) -> None:
     start = ["--standalone", "--nproc-per-node", "1", "--max-restarts", "9"]
     words = [*start, *_flags(tmp_path, "--fault-inject", "backward:0:5:exception@all")]
     with torchrun(words, "none:0:0", tmp_path, launcher=launcher) as (process, output):
-        assert process.wait(timeout=120) == code, output.read_text()
+        assert process.wait(timeout=240) == code, output.read_text()
     text = output.read_text()
     assert text.count("fault injected at") == 2
     assert text.count(f"error: {_LOOP}") == 1
@@ -81,9 +81,9 @@ def test_a_run_that_its_scheduler_ends_is_not_restarted(tmp_path: Path) -> None:
     words = [*start, *_flags(tmp_path, "--log-interval", "1"), "--train-iters", "100000"]
     name = "megatron.processes.torchrun"
     with torchrun(words, "none:0:0", tmp_path, launcher=name) as (process, output):
-        wait_until(lambda: " iteration        2/" in output.read_text(), 60.0)
+        wait_until(lambda: " iteration        2/" in output.read_text(), 240.0)
         process.terminate()
-        assert process.wait(timeout=60) == 3, output.read_text()
+        assert process.wait(timeout=240) == 3, output.read_text()
     assert output.read_text().count("exiting program at iteration") == 1
 
 

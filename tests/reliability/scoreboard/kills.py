@@ -37,7 +37,7 @@ _HIDDEN = 128  # a megabyte per rank
 # A rank notices at once that a connected peer was killed, but waits this long for a peer that it
 # has not connected to yet.
 _TIMEOUT = timedelta(seconds=10)
-_EXIT_SECONDS = 30.0  # seconds within which the rest of a killed job must end
+_EXIT_SECONDS = 120.0  # seconds within which the rest of a killed job must end
 
 
 def _state_of(iteration: int, rank: int) -> State:

@@ -41,7 +41,7 @@ from tests.reliability.scoreboard.score import Attempt, Trials, expect, within
 from tests.repository import ROOT
 from tests.training.toy import TOY
 
-_LIMIT = 120  # seconds
+_LIMIT = 240  # seconds
 _WORKERS = 6
 _NEW_INTERPRETER_SHARE = 0.05  # the share of trainings that are new interpreters
 _KINDS = (CheckpointError, ConfigError, DataError, OutputClosedError, ShortageError, StorageError)
