@@ -28,7 +28,7 @@ def test_a_folder_without_a_checkpoint_is_told_by_the_server_s_own_message(tmp_p
 
 
 def test_the_address_is_what_the_server_prints(tmp_path: Path) -> None:
-    script = "echo loading; sleep 0.3; echo '  page  http://127.0.0.1:4321'; exec sleep 60"
+    script = "echo loading; sleep 0.3; echo '  page  http://127.0.0.1:4321'; exec sleep 600"
     with (tmp_path / "log").open("w+b") as log:
         server = subprocess.Popen(["sh", "-c", script], stdout=log)
         try:
@@ -83,7 +83,7 @@ def test_an_exported_chat_model_answers_on_a_terminal(exported: Path, tmp_path: 
         terminal.say("one")
         terminal.expect("stop here\r\n")
         terminal.leave()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=120) == 0
 
 
 def test_an_exported_chat_model_answers_behind_the_server(

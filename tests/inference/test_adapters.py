@@ -63,6 +63,7 @@ class Saved:
 
     base: str
     folders: dict[str, Path]
+    run_of_some: Path
 
     @property
     def words(self) -> list[str]:
@@ -96,7 +97,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     base = str(folder / "base")
     save_run(build_toy(Layout.single(), f"{NETWORK} --save {base}".split()))
     runs = {name: _save_adapter(base, folder / name, flags) for name, flags in KINDS.items()}
-    return Saved(base, {**runs, "some": _to_peft(runs["some"], folder / "peft")})
+    peft = _to_peft(runs["some"], folder / "peft")
+    return Saved(base, {**runs, "some": peft}, runs["some"])
 
 
 def _config(base: str, world_size: int = 1, *words: str) -> RunConfig:
@@ -138,11 +140,9 @@ def _asked(adapters: int, new: int = NEW) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def alone(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def alone(saved: Saved) -> Answers:
     """Return the answers of each merged model served by itself."""
-    roots = tmp_path_factory.getbasetemp()
-    run_of_some = next(roots.glob("adapters*/some"))
-    folders = [saved.base, *({**saved.folders, "some": run_of_some}.values())]
+    folders = [saved.base, *({**saved.folders, "some": saved.run_of_some}.values())]
     found: Answers = {}
     for adapter, folder in enumerate(folders):
         own = [request for request in _asked(3) if request.adapter == adapter]

@@ -74,8 +74,9 @@ def test_each_token_attends_to_the_neighbors_of_the_chunk_that_it_reads():
     # Token 2 reads no chunk, so its block is arbitrary; from token 3 on, a chunk has ended.
     blocks = [np.array([6, 6, 6, 6, 6, 1, 1]), np.array([4, 4])]
     groups, places = retrieval._grouped(rows, blocks, m)
-    memory = torch.randn(2, 7 * keys, heads, size)
-    query = torch.randn(9, 1, heads, size)
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.randn(2, 7 * keys, heads, size, generator=generator)
+    query = torch.randn(9, 1, heads, size, generator=generator)
 
     def attend(query, key, value):  # [s, G, n, d], [k, G, n, d]
         weights = torch.einsum("sgnd,kgnd->gnsk", query, key).softmax(-1)

@@ -116,6 +116,8 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
         with closing(SocketInbox(connection, lambda: engine.stats)) as inbox:
             # The signals end the server on all ranks, between two steps. The handlers stay in
             # place while the web server ends, so that a second Ctrl-C does not leave it behind.
+            # After that, a late SIGTERM must not change the exit code.
+            handlers.callback(signal.signal, signal.SIGTERM, signal.SIG_IGN)
             handlers.enter_context(_handle_signals(lambda *_: inbox.shut_down()))
             serve(engine, inbox)
     return EXIT_OK

@@ -149,6 +149,6 @@ def chromium(folder: Path) -> Iterator[Page]:
         yield Page(our_write, our_read)
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         os.close(our_write)
         os.close(our_read)

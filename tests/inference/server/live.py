@@ -110,11 +110,11 @@ def running(engine: FakeEngine, settings: FrontSettings) -> Iterator[Live]:
     for thread in threads:
         thread.start()
     try:
-        with httpx.Client(base_url=url, timeout=30) as client:
+        with httpx.Client(base_url=url, timeout=120) as client:
             # Connections queue in the listener, so the first request is answered.
             assert client.get("/health").json() == {"status": "ok"}
             yield Live(url, engine, client)
     finally:
         inbox.close()
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join(timeout=60)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_TIMEOUT = 30.0  # seconds until the server has closed, on a busy machine
+_TIMEOUT = 120.0  # seconds until the server has closed, on a busy machine
 _SECOND = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 _PATHS = ("/api", "/v1/completions", "/v1/chat/completions", "/health", "/v1/models", "/")
 _CODINGS = ("chunked", "Chunked", "chunked ", "\tchunked", "gzip, chunked", "chunked, chunked")

@@ -135,7 +135,7 @@ def _content(answer: bytes) -> bytes:
 def _send(host: str, port: int, data: bytes) -> bytes:
     answer = b""
     try:
-        with socket.create_connection((host, port), timeout=30) as connection:
+        with socket.create_connection((host, port), timeout=120) as connection:
             connection.sendall(data)
             while part := connection.recv(1 << 16):
                 answer += part

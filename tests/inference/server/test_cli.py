@@ -165,8 +165,8 @@ def test_what_is_no_whole_answer_is_told(
     thread.start()
     with listener:
         port = listener.getsockname()[1]
-        assert cli.main([f"127.0.0.1:{port}", "--prompt", "x", "--timeout", "20"]) == 1
-    thread.join(timeout=10)
+        assert cli.main([f"127.0.0.1:{port}", "--prompt", "x", "--timeout", "60"]) == 1
+    thread.join(timeout=60)
     assert not thread.is_alive(), "the connection is still open"
     told = capsys.readouterr()
     assert told.out == out
@@ -211,7 +211,7 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
 def test_a_server_that_the_command_started_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = "import time; print('http://127.0.0.1:1', flush=True); time.sleep(60)"
+    script = "import time; print('http://127.0.0.1:1', flush=True); time.sleep(600)"
     waiting = [sys.executable, "-c", script]
     monkeypatch.setattr(cli, "module_command", lambda _: waiting)
     servers: list[subprocess.Popen[bytes]] = []
@@ -228,7 +228,7 @@ def test_a_server_that_the_command_started_ends_with_it(
         flags = ["serve", "--load", str(tmp_path), "--port", "0", "--serve-adapter", "a=b"]
         assert servers[0].args[len(waiting) :] == flags
     assert servers[0].poll() is not None
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 300
     failing = [sys.executable, "-c", "import sys; sys.exit('error: no checkpoint here')"]
     monkeypatch.setattr(cli, "module_command", lambda _: failing)
     with pytest.raises(CheckpointError, match="^no checkpoint here$"), cli.serving(tmp_path):

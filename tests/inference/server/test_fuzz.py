@@ -24,7 +24,7 @@ def test_nothing_that_is_sent_brings_it_down(tokenizer_folder: Path) -> None:
         assert outcome.statuses.total() == count
         assert outcome.good == count // 50 + 1
         assert outcome.statuses[200] > count / 10
-        end = time.monotonic() + 2
+        end = time.monotonic() + 60
         while engine.has_work and time.monotonic() < end:
             time.sleep(0.01)
         assert not engine.has_work  # disconnected clients hold no place

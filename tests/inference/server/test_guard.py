@@ -118,7 +118,7 @@ def test_two_lengths_of_one_body_are_refused(closed: Live, live: Live) -> None:
     head += f"Authorization: Bearer {TOKEN}\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n"
     data = head.encode() + b"\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for server in (closed, live):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(data)
             answer = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023
         assert answer.startswith(b"HTTP/1.1 400 ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import threading
@@ -20,19 +19,22 @@ from megatron.inference.server.settings import FrontSettings, ServerLimits
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
 
-SERVER = ServerConfig(max_body_bytes=20_000, max_queued_requests=4, request_timeout=5.0)
-LIMITS = ServerLimits(read_seconds=1.0)
+SERVER = ServerConfig(max_body_bytes=20_000, max_queued_requests=4, request_timeout=600.0)
+LIMITS = ServerLimits(read_seconds=600.0)
+IMPATIENT = ServerLimits(read_seconds=1.0)
 LONG = {"prompt": "x", "max_tokens": 200}
 
 
-def _strict_settings(folder: Path, engine: FakeEngine) -> FrontSettings:
-    return make_settings(folder, engine, limits=LIMITS, server=SERVER)
+def _strict_settings(
+    folder: Path, engine: FakeEngine, limits: ServerLimits = LIMITS
+) -> FrontSettings:
+    return make_settings(folder, engine, limits=limits, server=SERVER)
 
 
 @pytest.fixture
 def slow(tokenizer_folder: Path) -> Iterator[Live]:
-    """Return a server on which an answer of 200 tokens takes 4 seconds."""
-    engine = FakeEngine(seconds=0.02)
+    """Return a server on which an answer of 200 tokens takes 10 seconds."""
+    engine = FakeEngine(seconds=0.05)
     with running(engine, _strict_settings(tokenizer_folder, engine)) as live:
         yield live
 
@@ -44,7 +46,15 @@ def strict(tokenizer_folder: Path) -> Iterator[Live]:
         yield live
 
 
-def _until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+@pytest.fixture
+def impatient(tokenizer_folder: Path) -> Iterator[Live]:
+    """Return a server that waits a second for a request."""
+    engine = FakeEngine()
+    with running(engine, _strict_settings(tokenizer_folder, engine, IMPATIENT)) as live:
+        yield live
+
+
+def _until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -54,7 +64,7 @@ def _until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def _open(live: Live, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", live.port), timeout=60)
     connection.sendall(data)
     return connection
 
@@ -102,15 +112,16 @@ def test_large_bodies_of_one_address_are_read_slowly(tokenizer_folder: Path, pat
         with ThreadPoolExecutor(4) as clients:
             body = {"prompt": "x" * 1_000_000}
             large = [clients.submit(live.post, path, body) for _ in range(8)]
+            answered = 0
             while not all(each.done() for each in large):
-                before = time.monotonic()
                 _good(live)
-                assert time.monotonic() - before < 2.0  # all of them take longer
+                answered += 1
         seconds = time.monotonic() - started
         if path == "/v1/completions":
             assert {each.result().status_code for each in large} == {422}
             # The first second and the first 64 KiB are free.
             assert seconds > 2.0
+            assert answered >= 5  # others do not wait for the large ones
         _good(live)
 
 
@@ -141,28 +152,34 @@ def test_another_sites_form_is_refused(strict: Live) -> None:
     assert answer.status_code == 415
 
 
-def test_slow_headers_and_bodies_are_ended(strict: Live) -> None:
-    half = _request({"prompt": "x"})
-    starts = (b"", b"POST /api HTTP/1.1\r\nHost: loc", half[:-3])
-    slow = [_open(strict, start) for start in starts * 10]
-    started = time.monotonic()
-    _good(strict)
-    assert time.monotonic() - started < LIMITS.read_seconds  # nobody is waiting for them
-    for connection in slow:
+_HALF = _request({"prompt": "x"})[:-3]
+_STARTS = (b"", b"POST /api HTTP/1.1\r\nHost: loc", _HALF)
+
+
+def test_slow_headers_and_bodies_are_ended(impatient: Live) -> None:
+    for connection in [_open(impatient, start) for start in _STARTS * 10]:
         answer = connection.recv(4096)
         assert answer.startswith(b"HTTP/1.1 408"), answer
         connection.close()
-    assert time.monotonic() - started < 10
 
 
-def test_a_byte_now_and_then_does_not_keep_a_connection(strict: Live) -> None:
-    with _open(strict, b"POST ") as connection:
-        started = time.monotonic()
-        with contextlib.suppress(OSError):
-            while time.monotonic() - started < 5:
+def test_nobody_waits_for_slow_headers_and_bodies(strict: Live) -> None:
+    slow = [_open(strict, start) for start in _STARTS * 10]
+    _good(strict)  # before any of them is ended
+    for connection in slow:
+        connection.close()
+
+
+def test_a_byte_now_and_then_does_not_keep_a_connection(impatient: Live) -> None:
+    with _open(impatient, b"POST ") as connection:
+        started, is_ended = time.monotonic(), False
+        while not is_ended and time.monotonic() - started < 60:
+            try:
                 connection.sendall(b"/")
-                time.sleep(0.1)
-        assert time.monotonic() - started < 4.5
+            except OSError:
+                is_ended = True
+            time.sleep(0.1)
+        assert is_ended
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -170,7 +187,8 @@ def test_a_client_that_leaves_frees_its_place(slow: Live, stream: bool) -> None:
     connection = _open(slow, _request({**LONG, "stream": stream}))
     assert _until(lambda: slow.engine.has_work)
     connection.close()
-    assert _until(lambda: not slow.engine.has_work, seconds=1.0)
+    assert _until(lambda: not slow.engine.has_work)
+    assert slow.engine.stats.new_tokens < 200  # of the whole answer
     _good(slow)
 
 
@@ -186,7 +204,7 @@ def test_a_client_that_does_not_read_frees_its_place(tokenizer_folder: Path) -> 
             body = {"prompt": "x", "max_tokens": 90_000, "logprobs": 20, "stream": True}
             connection.sendall(_request(body))
             assert _until(lambda: engine.has_work)
-            assert _until(lambda: not engine.has_work, seconds=10.0)
+            assert _until(lambda: not engine.has_work)
         _good(live)
 
 
@@ -205,8 +223,8 @@ def test_more_than_can_wait_is_429(slow: Live) -> None:
 
 
 def test_an_answer_that_takes_too_long_is_504(tokenizer_folder: Path) -> None:
-    engine = FakeEngine(seconds=0.02)
-    server = replace(SERVER, request_timeout=0.3)
+    engine = FakeEngine(seconds=0.05)
+    server = replace(SERVER, request_timeout=2.0)
     settings = make_settings(tokenizer_folder, engine, limits=LIMITS, server=server)
     with running(engine, settings) as live:
         assert live.post("/v1/completions", LONG).status_code == 504
@@ -215,7 +233,7 @@ def test_an_answer_that_takes_too_long_is_504(tokenizer_folder: Path) -> None:
         assert "--request-timeout" in streamed.text
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert _until(lambda: not engine.has_work)
-        _good(live)
+        assert _until(lambda: live.put(SHORT).status_code == 200)
 
 
 def test_a_failing_step_fails_its_requests_and_no_more(tokenizer_folder: Path) -> None:

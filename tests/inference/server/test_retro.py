@@ -44,7 +44,7 @@ def url(folder: Path, flags: list[str]) -> Iterator[str]:
     with server_process([sys.executable, TOOL, *flags], folder, cwd=folder) as (process, url):
         yield url
         process.terminate()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
     assert "Traceback" not in (folder / "log").read_text()
 
 
@@ -151,7 +151,7 @@ def test_a_client_that_leaves_frees_the_engine(url: str) -> None:
     body = {"prompt": "x", "max_tokens": 250, "temperature": 0, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_lines())
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while _metric(url, "megatron_sequences") and time.monotonic() < end:
         time.sleep(0.02)
     assert _metric(url, "megatron_sequences") == 0
