@@ -159,7 +159,7 @@ load()
 """
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == ShortageError.exit_code, done.stderr
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
@@ -199,7 +199,7 @@ run_command(lambda: print("begins"))
         script += "raise SystemExit(code)"
     done = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     if "DataError" in end:  # only `run_command` turns it into a line
         code, said = (6, "error: damaged") if "run_command" in block else (1, said)
@@ -222,7 +222,7 @@ except ImportError:
         file.write("without it\\n")
 """
     file = tmp_path / "work"
-    subprocess.run([sys.executable, "-c", script, str(file)], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script, str(file)], cwd=ROOT, check=True, timeout=240)
     assert file.read_text() == "without it\n"
 
 

@@ -23,7 +23,7 @@ def _python(*words: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -56,7 +56,7 @@ def test_an_editable_installation_is_a_plain_path(tmp_path) -> None:
     for variable in ("RANK", "WORLD_SIZE"):  # set by tests that imitate a launcher
         environment.pop(variable, None)
     words = [sys.executable, "-c", build]
-    subprocess.run(words, cwd=source, env=environment, timeout=120, check=True, capture_output=True)
+    subprocess.run(words, cwd=source, env=environment, timeout=240, check=True, capture_output=True)
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as archive:
         code = [entry for entry in archive.namelist() if ".dist-info/" not in entry]
@@ -78,7 +78,7 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path) -> None:
     for variable in ("RANK", "WORLD_SIZE"):  # set by tests that imitate a launcher
         environment.pop(variable, None)
     words = [sys.executable, "-c", build]
-    subprocess.run(words, cwd=source, env=environment, timeout=120, check=True, capture_output=True)
+    subprocess.run(words, cwd=source, env=environment, timeout=240, check=True, capture_output=True)
     (wheel,) = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
@@ -92,7 +92,7 @@ def test_a_wheel_has_all_that_the_command_needs(tmp_path) -> None:
             env={**environment, "PYTHONPATH": str(site)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ def start(job: Path, folder: Path, files: dict[str, str]) -> list[str]:
     launcher.chmod(0o755)
     path = f"{launcher.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, **files, "PATH": path}
-    subprocess.run(["bash", str(job)], cwd=folder, env=environment, check=True, timeout=60)
+    subprocess.run(["bash", str(job)], cwd=folder, env=environment, check=True, timeout=240)
     words = (folder / "words").read_text().split("\0")[:-1]
     return words[words.index("pretrain_gpt.py") + 1 :]
 

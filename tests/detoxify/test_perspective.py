@@ -122,10 +122,8 @@ def test_waits_double_up_to_a_minute(
     assert waits == [1.5 * limit for limit in (1, 2, 4, 8, 16, 32, 60, 60)]
 
 
-@pytest.mark.parametrize("as_date", [False, True])
-def test_the_server_says_when_to_come_back(service: StandIn, as_date: bool) -> None:
-    after = email.utils.formatdate(time.time() + 2, usegmt=True) if as_date else "0.3"
-    service.answers = [Answer(429, b"", (("Retry-After", after),))]
+def test_the_server_says_when_to_come_back(service: StandIn) -> None:
+    service.answers = [Answer(429, b"", (("Retry-After", "0.3"),))]
     client_of(service).score("text")
     first, second = service.times
     assert second - first >= 0.3
@@ -140,6 +138,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr(RequestPace, "pause", lambda _, seconds: found.append(seconds))
     return found
+
+
+def test_the_server_says_when_to_come_back_as_a_date(service: StandIn, waits: list[float]) -> None:
+    after = email.utils.formatdate(time.time() + 500, usegmt=True)
+    service.answers = [Answer(429, b"", (("Retry-After", after),))]
+    client_of(service).score("text")
+    assert 300 < waits[0] <= 500
 
 
 def test_a_delay_in_the_past_is_none(service: StandIn, waits: list[float]) -> None:
@@ -177,10 +182,10 @@ def test_the_last_reason_is_told_without_the_requested_delay(service: StandIn) -
 def test_requests_keep_to_the_rate_with_many_workers(service: StandIn) -> None:
     scorer = PerspectiveScorer(client_of(service, requests_per_second=50), workers=8)
     texts = [f"rude 0.{i:02}" for i in range(20)]
+    started = time.monotonic()
     found = [scored.scores for scored in scorer.score(texts)]
     assert [scores["toxicity"] for scores in found if scores] == [i / 100 for i in range(20)]
-    times = sorted(service.times)
-    assert times[-1] - times[0] >= 18 / 50
+    assert max(service.times) - started >= 19 / 50
     assert next(scorer.score(["rude 0.5"])).scores  # the scorer can be used again
 
 
@@ -312,7 +317,7 @@ class SlowClient:
     def score(self, text: str) -> dict[str, float]:
         self.asked.append(text)
         if text != "quick":
-            assert self._stopped.wait(20)
+            assert self._stopped.wait(120)
             time.sleep(0.05)
         self.answered.append(text)
         return {"toxicity": 0.5}
@@ -326,7 +331,7 @@ def test_two_texts_per_worker_are_read_ahead_and_dropped_when_stopped() -> None:
     scores = PerspectiveScorer(cast(PerspectiveClient, client), workers=2).score(texts)
     assert next(scores).scores == {"toxicity": 0.5}
     assert list(texts) == ["four"]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(client.asked) < 3 and time.monotonic() < deadline:  # both workers are busy
         time.sleep(0.01)
     scores.close()

@@ -205,7 +205,8 @@ def _remove(folder: Path, rng: random.Random) -> None:
 
 def _duplicate(folder: Path, rng: random.Random) -> None:
     """Duplicate a file or a folder under a name that follows the others' pattern."""
-    path = rng.choice([*_files(folder), *(path for path in folder.iterdir() if path.is_dir())])
+    folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    path = rng.choice([*_files(folder), *folders])
     stem = path.name.rstrip("0123456789")
     name = rng.choice((path.name + "1", f"{stem}02", f"x{path.name}"))
     if path.is_dir():

@@ -384,9 +384,8 @@ def compare(
     """Train in processes as `case` says, and on one; return the differences.
 
     Args:
-        case: The layout and the training.
         run: Starts the processes, and determines how they communicate.
-        iterations: The length of the training, if it is not the case's own.
+        iterations: For a shorter training than the case's own.
     """
     expected = single_process(case.network, case.kind, iterations)
     got = run(case.processes, train_curves, case.words(iterations), case.kind, **case.sizes)

@@ -44,7 +44,7 @@ def probe(folder: Path, monkeypatch: pytest.MonkeyPatch, window: str) -> dict:
     done = subprocess.run(
         [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={window}",
          "--virtual-time-budget=3000", "--enable-logging=stderr", "--dump-dom", target.as_uri()],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     problems = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not problems

@@ -111,7 +111,10 @@ def test_a_file_that_another_run_has_replaced_is_read_from_its_beginning(tmp_pat
 
 
 def test_event_files_are_read_as_they_grow(tmp_path: Path) -> None:
-    source = EventFiles("run", write_events(tmp_path, 3))
+    (first,) = write_events(tmp_path, 3).iterdir()
+    # Files are read in the order of their names: the time in seconds, and a process's counter.
+    first.rename(tmp_path / "events.out.tfevents.1000000000.host.1.0")
+    source = EventFiles("run", tmp_path)
     assert (source.read(), source.read()) == (True, False)
     from torch.utils.tensorboard import SummaryWriter
 

@@ -29,7 +29,7 @@ def ask(url: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
     """Return the status, the ETag and the body."""
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.headers.get("ETag", ""), answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, "", ""
@@ -52,7 +52,7 @@ def served(tmp_path):
         assert line.startswith("live report: http://127.0.0.1:"), line
         yield folder, line.split()[2]
         server.send_signal(signal.SIGINT)
-        assert server.wait(20) == 0
+        assert server.wait(120) == 0
 
 
 def append(folder: Path, text: str) -> None:
@@ -72,7 +72,7 @@ def test_what_the_run_writes_is_served(served):
     assert data["runs"][0]["damaged"] == 1
     assert ask(url + "data.json", **{"If-None-Match": tag})[0] == 304
     append(folder, ' loss": 7.5}\n')
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (answer := ask(url + "data.json", **{"If-None-Match": tag}))[0] == 304:
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -69,7 +69,7 @@ def _reachable(machines: list[Machine], folder: Path) -> Iterator[list[str]]:
                 f"{getpass.getuser()}@{one.address}",
                 "true",
             ]
-            wait_until(lambda words=words: not subprocess.run(words, check=False).returncode, 20.0)
+            wait_until(lambda words=words: not subprocess.run(words, check=False).returncode, 240.0)
         yield ["--hostfile", str(folder / "hosts"), "--ssh-config", str(folder / "ssh_config")]
 
 
@@ -109,7 +109,7 @@ def test_mpirun_trains(tmp_path: Path) -> None:
         env={**os.environ, **dict.fromkeys(roots, "1")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -130,11 +130,11 @@ def test_machines_of_a_hostfile_train_save_on_a_signal_and_continue(
         (tmp_path / "job.sh").write_text(text)
         job, log = [*machines[0].command_prefix, "bash", str(tmp_path / "job.sh")], tmp_path / "log"
         with _running(job, log) as process:
-            wait_until(lambda: len(_losses(log.read_text())) > 10, 90.0)
+            wait_until(lambda: len(_losses(log.read_text())) > 10, 240.0)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=60) == 3, log.read_text()
+            assert process.wait(timeout=240) == 3, log.read_text()
         with _running(job, log) as process:
-            assert process.wait(timeout=90) == 0, log.read_text()
+            assert process.wait(timeout=240) == 0, log.read_text()
     words = [str(ROOT / _TRAINING[0]), *_TRAINING[1:], "--save", str(tmp_path / "other")]
     done = run_ranks(words, command_environment(), 2)
     assert done.returncode == 0, done.stdout

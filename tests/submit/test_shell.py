@@ -56,7 +56,7 @@ def _run(text: str, folder: Path, **variables: str) -> int:
     environment = {**os.environ, **slurm, "PATH": path, "RECORDED": str(folder), **variables}
     (folder / "job.sh").write_text(text)
     words = ["bash", "job.sh"]
-    return subprocess.run(words, cwd=folder, env=environment, timeout=60, check=False).returncode
+    return subprocess.run(words, cwd=folder, env=environment, timeout=240, check=False).returncode
 
 
 def _started(folder: Path, node: int = 0) -> tuple[list[str], dict[str, str]]:

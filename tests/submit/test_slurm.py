@@ -66,7 +66,7 @@ def _daemon(folder: Path, *words: str) -> Iterator[None]:
     finally:
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -84,7 +84,7 @@ class Slurm:
 
     def ask(self, *words: str) -> str:
         return subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, check=True, timeout=30
+            words, env=self.environment, capture_output=True, text=True, check=True, timeout=120
         ).stdout
 
     def submit(self, *words: str) -> str:
@@ -125,14 +125,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     with ExitStack() as daemons:
         start = [found["munged"], "--foreground", "--force", f"--socket={folder}/munge.socket"]
         daemons.enter_context(_daemon(folder, *start, *munge))
-        wait_until((folder / "munge.socket").exists, 10.0)
+        wait_until((folder / "munge.socket").exists, 60.0)
         configuration = ("-D", "-f", str(folder / "slurm.conf"))
         daemons.enter_context(_daemon(folder, found["slurmctld"], *configuration))
         for node in ("node1", "node2"):
             (folder / node).mkdir()
             daemons.enter_context(_daemon(folder, found["slurmd"], "-N", node, *configuration))
         try:
-            wait_until(lambda: _idle(cluster) == 2, 30.0)
+            wait_until(lambda: _idle(cluster) == 2, 60.0)
         except AssertionError:
             logs = "".join(log.read_text()[-1000:] for log in folder.glob("*.log"))
             pytest.skip(f"SLURM does not start here: {logs}")
@@ -184,12 +184,12 @@ def test_a_preempted_job_ends_with_the_losses_of_an_uninterrupted_one(
     slurm: Slurm, tmp_path: Path
 ) -> None:
     job = slurm.submit(_job(tmp_path))
-    wait_until(lambda: len(_losses(_log(tmp_path))) > 20, 60.0)
+    wait_until(lambda: len(_losses(_log(tmp_path))) > 20, 240.0)
     # A job in a partition with higher priority needs both nodes.
     other = slurm.submit("--partition=high", "--nodes=2", "--output=/dev/null", "--wrap=srun true")
-    wait_until(lambda: slurm.state(other).startswith("COMPLETED"), 60.0)
+    wait_until(lambda: slurm.state(other).startswith("COMPLETED"), 240.0)
     assert "received SIGTERM" in _log(tmp_path)
-    wait_until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 120.0)
+    wait_until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 240.0)
     assert slurm.state(job) == "COMPLETED 0:0", _log(tmp_path)
     losses = _losses(_log(tmp_path))
     stopped = int(re.findall(r"exiting program at iteration (\d+)", _log(tmp_path))[0])
@@ -206,18 +206,18 @@ def test_a_preempted_job_ends_with_the_losses_of_an_uninterrupted_one(
 @pytest.mark.slow
 def test_a_job_whose_time_is_nearly_up_queues_itself_again(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(_job(tmp_path, "--train-iters", "100000"))
-    wait_until(lambda: len(_losses(_log(tmp_path))) > 5, 60.0)
+    wait_until(lambda: len(_losses(_log(tmp_path))) > 5, 240.0)
     # Like --signal: the steps get the signal, but the job's script does not.
     slurm.ask("scancel", "--signal=TERM", job)
-    wait_until(lambda: slurm.state(job).startswith("PENDING"), 60.0)
+    wait_until(lambda: slurm.state(job).startswith("PENDING"), 240.0)
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").is_file()
     slurm.ask("scancel", job)
-    wait_until(lambda: _idle(slurm) == 2, 60.0)
+    wait_until(lambda: _idle(slurm) == 2, 240.0)
 
 
 @pytest.mark.slow
 def test_missing_data_fail_the_job_with_their_code(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.submit(_job(tmp_path, "--data-path", "/not/here", "--no-mock-data"))
-    wait_until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 60.0)
+    wait_until(lambda: slurm.state(job).startswith(("COMPLETED", "FAILED")), 240.0)
     assert slurm.state(job) == "FAILED 6:0"
     assert "error: dataset /not/here" in _log(tmp_path)

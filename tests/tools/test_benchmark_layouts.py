@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_runs_layouts_one_after_another(tmp_path, capsys):
     ]  # fmt: skip
 
 
-def _measure(flags, timeout=60.0):
+def _measure(flags, timeout=240.0):
     layout = BenchmarkLayout(1, "one", "")
     words = [*TOY, *flags]
     return measure(layout, words, available=1, iterations=2, timeout=timeout, bubble=True)
@@ -91,7 +92,7 @@ def test_a_run_that_takes_too_long_is_ended():
     started = time.monotonic()
     with pytest.raises(RunFailedError, match="did not end within its 0.5 s"):
         launch([*TOY, "--train-iters", "1000000"], 1, 0.5)
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 200
 
 
 def test_without_time_left_nothing_starts():
@@ -187,11 +188,15 @@ def test_the_verdict_compares_the_planner_s_best_with_the_fastest():
 
 
 def test_no_run_starts_that_would_not_end_within_the_budget(monkeypatch):
+    now = [0.0]
+
     def slow(layout, flags, *, timeout, **_):
-        time.sleep(0.3)
+        now[0] += 0.3
         return Row(layout.name, 2, "", problem="" if timeout > 0 else "skipped: no time left")
 
     monkeypatch.setattr("tools.layouts.measure.measure", slow)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("tools.benchmark_layouts.time", clock)
     rows = run(build_parser().read(["--model", "toy", "--processes", "2", "--budget", "0.5"]))
     assert [row.problem for row in rows] == ["", *["skipped: no time left"] * 4]
     rows = run(build_parser().read(["--model", "toy", "--processes", "2", "--budget", "0"]))

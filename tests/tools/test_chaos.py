@@ -129,16 +129,16 @@ def test_the_last_sound_checkpoint_is_not_damaged(tmp_path: Path) -> None:
 
 def test_the_last_rank_that_runs_is_not_stopped(tmp_path: Path) -> None:
     script = "import os, subprocess; os.environ['RANK'] = '0'; " + (
-        "[each.wait() for each in [subprocess.Popen(['sleep', '100']) for _ in range(2)]]"
+        "[each.wait() for each in [subprocess.Popen(['sleep', '600']) for _ in range(2)]]"
     )
     command = [sys.executable, "-c", script, "torchrun"]
     job = chaos.Job(chaos.Plan(command, ["stop"], 1.0, 1.0, tmp_path, tmp_path / "log"))
     try:
-        wait_until(lambda: len(job.ranks()) == 2, 30.0)
+        wait_until(lambda: len(job.ranks()) == 2, 60.0)
         draw = random.Random(0)
         first = chaos.inject_fault("stop", job, tmp_path, draw)
         assert first is not None
-        wait_until(lambda: job.processes()[first.pid].is_stopped, 10.0)
+        wait_until(lambda: job.processes()[first.pid].is_stopped, 60.0)
         assert chaos.inject_fault("stop", job, tmp_path, draw) is None
         assert chaos.inject_fault("kill", job, tmp_path, draw) is not None
     finally:

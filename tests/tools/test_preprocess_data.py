@@ -489,7 +489,7 @@ def feed(tmp_path: Path) -> object:
 
 
 def wait_for_output(tmp_path: Path) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.bin.tmp*")]
         if sizes and max(sizes) > 0:
@@ -519,7 +519,7 @@ def test_killed_run_leaves_nothing_under_the_final_names(tmp_path, tokenizer_fla
     workers = children(process.pid)
     assert len(workers) == 3  # including the reader
     process.send_signal(how)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     writer.close()
     assert process.returncode == (-9 if how == signal.SIGKILL else 128 + how)
     assert "Traceback" not in err
@@ -528,7 +528,7 @@ def test_killed_run_leaves_nothing_under_the_final_names(tmp_path, tokenizer_fla
         assert all(".tmp-" in name for name in left)
     else:
         assert left == []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, workers)), "workers must not outlive the run"
@@ -540,12 +540,13 @@ def test_killed_worker_ends_the_run(tmp_path, tokenizer_flags):
     writer = feed(tmp_path)
     wait_for_output(tmp_path)
     for worker in children(process.pid):
-        os.kill(worker, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the run has seen that another one ended
+            os.kill(worker, signal.SIGKILL)
     # The run may end, and close its end of the pipe, before reading everything.
     with contextlib.suppress(BrokenPipeError):
         writer.write(gzip.compress(b'{"text": "more"}\n' * 10**6, 1))
     writer.close()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == ShortageError.exit_code
     assert "Traceback" not in err
     assert "a worker process ended with exit code -9" in err

@@ -257,7 +257,7 @@ def test_a_word_of_megabytes_is_learnt_from_in_seconds(tmp_path, character, kind
     words = ["--input", str(path), "--output-dir", str(tmp_path / "out"), "--kind", kind]
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *words, "--vocab-size", "300"],
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
