@@ -86,7 +86,7 @@ def test_states_of_sequences_and_snapshots_come_first(monkeypatch: pytest.Monkey
     monkeypatch.setattr(build, "_CPU_CACHE_BYTES", 7 * each)
     with pytest.raises(ConfigError, match="the states of 5 sequences need more than the .* GB of"):
         _cache(plan, max_sequences=5)
-    specs = {3: (StateSpec((2, 3), torch.float32), StateSpec((5,), None))}
+    specs = {3: (StateSpec("a", (2, 3), torch.float32), StateSpec("b", (5,)))}
     assert build._state_bytes(specs, torch.bfloat16) == 24 + 10
 
 

@@ -306,7 +306,10 @@ def test_processes_build_the_same(tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.parametrize(
     ("column", "row", "value"),
-    [(0, 0, 49), (0, 3, 0), (1, 0, 99), (2, 0, 90), (2, 0, 0), (3, 0, 0)],
+    [
+        *((0, 0, 19), (0, 0, 49), (0, 3, 0), (0, -1, 30)),
+        *((1, 0, 99), (2, 0, 90), (2, 0, 0), (2, 0, 9), (3, 0, 0)),
+    ],
 )
 def test_a_damaged_value_of_a_block_is_named(
     tmp_path: Path, prefix: str, column: int, row: int, value: int
