@@ -1,8 +1,14 @@
 """Neighbors of other chunks, which show what a model gains from the right ones."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from megatron.config.data import DataConfig
+from megatron.errors import DataError
+from megatron.retro import dataset as module
 from megatron.retro.dataset import NoNeighbors, ShuffledNeighbors
 
 
@@ -50,3 +56,41 @@ def test_without_neighbors_the_table_keeps_its_shape():
     assert len(table) == 9
     assert table.rows(2, 5).tolist() == [[-1]] * 3
     assert table.rows(2, 5).dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("is_builder", "digest", "recorded_type", "warns"),
+    [
+        (True, None, "GPT2BPETokenizer", True),
+        (False, None, "GPT2BPETokenizer", False),
+        (True, "NullTokenizer:1", "GPT2BPETokenizer", False),
+        (True, None, "NullTokenizer", False),
+        (True, None, None, False),
+    ],
+)
+def test_a_folder_that_records_only_the_type_of_its_tokenizer(
+    is_builder, digest, recorded_type, warns, monkeypatch, capsys
+):
+    monkeypatch.setattr(module, "read_corpora", lambda workdir: [])
+    monkeypatch.setattr(module, "corpus_fingerprint", lambda data: None)
+    monkeypatch.setattr(module, "read_digest", lambda workdir, name: digest)
+    request = SimpleNamespace(data=DataConfig(seq_length=8), is_builder=is_builder)
+    tokenizer = SimpleNamespace(fingerprint=lambda: "NullTokenizer:1")
+    module._check_origin(Path("w"), request, tokenizer, recorded_type)
+    told = "w was made with --retro-gpt-tokenizer-type GPT2BPETokenizer, but this run has "
+    assert (told in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize("changed", ["data", "gpt_tokenizer"])
+def test_changed_data_and_tokenizers_are_named(changed, monkeypatch):
+    recorded = {"data": "d", "gpt_tokenizer": "NullTokenizer:1"}
+    monkeypatch.setattr(module, "read_corpora", lambda workdir: [])
+    monkeypatch.setattr(module, "corpus_fingerprint", lambda data: "d")
+    request = SimpleNamespace(data=DataConfig(seq_length=8), is_builder=True)
+    tokenizer = SimpleNamespace(fingerprint=lambda: "NullTokenizer:1")
+    monkeypatch.setattr(module, "read_digest", lambda workdir, name: recorded[name])
+    module._check_origin(Path("w"), request, tokenizer, None)
+    recorded[changed] = "other"
+    label = {"data": "data of --data-path ", "gpt_tokenizer": "tokenizer"}[changed]
+    with pytest.raises(DataError, match=f"w: the {label} has changed since the folder was made"):
+        module._check_origin(Path("w"), request, tokenizer, None)

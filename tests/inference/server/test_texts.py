@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -21,6 +22,7 @@ from megatron.config.generation import ServerConfig
 from megatron.errors import ConfigError, DataError
 from megatron.inference.messages import pack
 from megatron.inference.server import texts
+from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.settings import FrontSettings, ServerLimits
 from megatron.inference.server.texts import Job, Result, Setup, Texts
 from megatron.tokenizer import build_tokenizer
@@ -334,3 +336,45 @@ def test_many_mistakes_cost_no_more_than_one(live: Live, body: dict[str, Any]) -
     assert answer.status_code in (400, 422)
     assert len(answer.content) < 1000
     assert time.process_time() - started < 0.5
+
+
+def test_a_job_is_long_from_4096_characters_in_all_texts_and_messages() -> None:
+    assert Job(("a" * 4000, "b" * 96)).is_long
+    assert not Job(("a" * 4000, "b" * 95)).is_long
+    messages = ({"role": "user", "content": "c" * 90}, {"role": "x"})
+    assert Job(("a" * 4001,), messages=messages).is_long
+    assert not Job(("a" * 4000,), messages=messages).is_long
+
+
+def test_long_texts_that_wait_are_counted_by_client_and_together() -> None:
+    limits = ServerLimits(long_texts=3, long_texts_per_client=2)
+
+    async def results() -> list[int]:
+        process = texts.TextProcess(Setup(limits, 0))
+        ends = asyncio.Event()
+
+        async def wait(job: Job) -> Result:
+            await ends.wait()
+            return Result()
+
+        async def ask(client: str, length: int) -> int:
+            texts.client_address.set(client)
+            try:
+                await process.run(Job(("a" * length,)))
+            except ApiError as error:
+                return error.status
+            return 200
+
+        process._run_next = wait  # type: ignore[method-assign]
+        for _ in range(2):  # no place stays taken
+            ends.clear()
+            clients = ["a", "a", "a", "b", "b", "c"]
+            asked = [asyncio.create_task(ask(client, 10_000)) for client in clients]
+            asked += [asyncio.create_task(ask("a", 10))]
+            await asyncio.sleep(0)
+            ends.set()
+            found = await asyncio.gather(*asked)
+            assert not process._long_jobs
+        return found
+
+    assert asyncio.run(results()) == [200, 200, 429, 200, 429, 429, 200]
