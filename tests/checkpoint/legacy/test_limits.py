@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,34 +52,34 @@ def _enums(last: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("largest", "larger", "message"),
+    ("body_of", "largest", "message"),
     [
-        (_integer(128), _integer(129), "an integer of 129 bits"),
-        (b"]" * 100 + b"a" * 99, b"]" * 101 + b"a" * 100, "a tree of more than 100 levels"),
-        (_lists(31), _lists(32), "100 levels or 8,000,000 items"),
-        (_enums(1_000_000), _enums(1_000_001), "calls with more than 8,000,000 items"),
-        (b"Nr" + struct.pack("<I", 2_000_000), b"Nr" + struct.pack("<I", 2_000_001), "memo index"),
-        (b"}" + _integer(31) + b"Ns", b"}" + _integer(32) + b"Ns", "as a dict's key"),
-        (b"}(" + _text(1) * 4 + b"tNs", b"}(" + _text(1) * 5 + b"tNs", "a tuple as a dict's key"),
+        (_integer, 128, "an integer of 129 bits"),
+        (lambda n: b"]" * n + b"a" * (n - 1), 100, "a tree of more than 100 levels"),
+        (_lists, 31, "100 levels or 8,000,000 items"),
+        (_enums, 1_000_000, "calls with more than 8,000,000 items"),
+        (lambda n: b"Nr" + struct.pack("<I", n), 2_000_000, "memo index"),
+        (lambda n: b"}" + _integer(n) + b"Ns", 31, "as a dict's key"),
+        (lambda n: b"}(" + _text(1) * n + b"tNs", 4, "a tuple as a dict's key"),
         (
-            _call(b"torch", b"Size", b"(" + b"K\x01" * 32 + b"t"),
-            _call(b"torch", b"Size", b"(" + b"K\x01" * 33 + b"t"),
+            lambda n: _call(b"torch", b"Size", b"(" + b"K\x01" * n + b"t"),
+            32,
             "a tensor of 33 dimensions",
         ),
         (
-            b"B" + struct.pack("<I", (64 << 20) - 8) + bytes((64 << 20) - 8),
-            b"B" + struct.pack("<I", (64 << 20) - 7) + bytes((64 << 20) - 7),
+            lambda n: b"B" + struct.pack("<I", n) + bytes(n),
+            (64 << 20) - 8,
             "67,108,865 bytes of structure",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_largest_value_is_read_and_a_larger_one_refused(
-    largest: bytes, larger: bytes, message: str
+    body_of: Callable[[int], bytes], largest: int, message: str
 ) -> None:
-    _read(largest)
+    _read(body_of(largest))
     with pytest.raises(CheckpointError, match=message):
-        _read(larger)
+        _read(body_of(largest + 1))
 
 
 def test_protocols_and_instructions_have_limits_too() -> None:

@@ -10,6 +10,7 @@ import time
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -222,45 +223,46 @@ def _repeated_call(call, size):
     return many + call + b"q\x010" + b"]" + b"h\x01h\x00\x85Ra" * size
 
 
-EXHAUSTING = {
-    "a tree as deep as it is long": b"]" * 100_000 + b"a" * 99_999,
-    "30 MB of nested lists": b"]" * 15_000_000 + b"a" * 14_999_999,
-    "30 MB of nested tuples": b")" + b"\x85" * 30_000_000,
-    "2^60 leaves": _doubled(60),
-    "a hash that takes 2^60 steps": b"}" + _doubled(60) + b"Ns",
-    "the same in an OrderedDict": _global("collections", "OrderedDict")
-    + b"(]("
-    + _doubled(60)
-    + b"NteatR",
-    "nested tuples as a key": b"})" + b"\x85" * 1_000_000 + b"Ns",
-    "a list that contains itself": b"]q\x00h\x00a",
-    "a dict in its own values": b"}q\x00" + _text("a") + b"h\x00s",
-    "an integer of 200 bytes": b"\x8a\xc8" + b"\x7f" * 200,
-    "an integer of 60 MB": b"\x8b" + struct.pack("<i", 60_000_000) + b"\x7f" * 60_000_000,
-    "a large integer as a key": b"}" + _long(1 << 61) + b"Ns",
-    "a number as a key": b"}G" + bytes(8) + b"Ns",
-    "truth as a key": b"}\x88Ns",
-    "one list copied a hundred thousand times": _repeated_call(_global("torch", "Size"), 100_000),
-    "one long list listed 300,000 times": b"]("
-    + b"K\x01" * 300_000
-    + b"eq\x000]("
-    + b"h\x00" * 300_000
-    + b"e",
-    "a tensor of 100,000 dimensions": _tensor(
+# Functions, because the bodies take 250 MB, which every forked process would have to map.
+EXHAUSTING: dict[str, Callable[[], bytes]] = {
+    "a tree as deep as it is long": lambda: b"]" * 100_000 + b"a" * 99_999,
+    "30 MB of nested lists": lambda: b"]" * 15_000_000 + b"a" * 14_999_999,
+    "30 MB of nested tuples": lambda: b")" + b"\x85" * 30_000_000,
+    "2^60 leaves": lambda: _doubled(60),
+    "a hash that takes 2^60 steps": lambda: b"}" + _doubled(60) + b"Ns",
+    "the same in an OrderedDict": lambda: (
+        _global("collections", "OrderedDict") + b"(](" + _doubled(60) + b"NteatR"
+    ),
+    "nested tuples as a key": lambda: b"})" + b"\x85" * 1_000_000 + b"Ns",
+    "a list that contains itself": lambda: b"]q\x00h\x00a",
+    "a dict in its own values": lambda: b"}q\x00" + _text("a") + b"h\x00s",
+    "an integer of 200 bytes": lambda: b"\x8a\xc8" + b"\x7f" * 200,
+    "an integer of 60 MB": lambda: b"\x8b" + struct.pack("<i", 60_000_000) + b"\x7f" * 60_000_000,
+    "a large integer as a key": lambda: b"}" + _long(1 << 61) + b"Ns",
+    "a number as a key": lambda: b"}G" + bytes(8) + b"Ns",
+    "truth as a key": lambda: b"}\x88Ns",
+    "one list copied a hundred thousand times": lambda: _repeated_call(
+        _global("torch", "Size"), 100_000
+    ),
+    "one long list listed 300,000 times": lambda: (
+        b"](" + b"K\x01" * 300_000 + b"eq\x000](" + b"h\x00" * 300_000 + b"e"
+    ),
+    "a tensor of 100,000 dimensions": lambda: _tensor(
         shape=b"(" + b"K\x01" * 100_000 + b"t", stride=b"(" + b"K\x01" * 100_000 + b"t"
     ),
-    "too many instructions": b"N0" * 2_000_000 + b"N",
-    "too many bytes": b"N" * (65 << 20),
-    "a set": b"\x8f",
-    "a name of 60 MB": _global("x" * 60_000_000, "y"),
+    "too many instructions": lambda: b"N0" * 2_000_000 + b"N",
+    "too many bytes": lambda: b"N" * (65 << 20),
+    "a set": lambda: b"\x8f",
+    "a name of 60 MB": lambda: _global("x" * 60_000_000, "y"),
 }
 
 
-@pytest.mark.parametrize("body", EXHAUSTING.values(), ids=EXHAUSTING.keys())
-def test_a_pickle_that_exhausts_is_refused_soon(body):
+@pytest.mark.parametrize("name", EXHAUSTING)
+def test_a_pickle_that_exhausts_is_refused_soon(name):
+    code = _code(EXHAUSTING[name]())
     started = time.process_time()
     with pytest.raises(CheckpointError, match="nothing in it was run") as caught:
-        read_pickle(_code(body), "file")
+        read_pickle(code, "file")
     assert time.process_time() - started < 60  # at most 6 s each on an idle machine
     assert len(str(caught.value)) < 400
 

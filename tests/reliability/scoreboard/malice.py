@@ -261,8 +261,8 @@ def _attacks() -> Iterator[tuple[str, Attack]]:
     yield "modules and a .pth in the current folder", _planted_modules
     for name, data in CORPUS.items():
         yield f"pickle: {name}", _legacy(data)
-    for name, body in EXHAUSTING.items():
-        yield f"pickle: {name}", _legacy(b"\x80\x02" + body + b".")
+    for name, body_of in EXHAUSTING.items():
+        yield f"pickle: {name}", _legacy(b"\x80\x02" + body_of() + b".")
 
 
 def _random_attack(rng: random.Random) -> tuple[str, Attack]:
