@@ -114,7 +114,7 @@ sys.exit(run_command(work))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
-def test_a_run_goes_on_where_the_disk_of_its_log_is_full() -> None:
+def test_a_run_continues_where_the_disk_of_its_log_is_full() -> None:
     script = """
 import sys
 from megatron.command import print_line

@@ -245,7 +245,7 @@ def test_an_error_of_the_disk_names_the_flag_once(tmp_path: Path) -> None:
         assert str(refusal.value).endswith(f"({inner}: {os.strerror(code)}): {remedy}")
 
 
-def test_an_error_without_a_name_or_number_is_still_told(tmp_path: Path) -> None:
+def test_an_error_without_a_name_or_number_is_still_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as refusal, durable.writing_to("--out", tmp_path / "a" / "b"):
         raise OSError("the library failed")
     path = tmp_path / "a" / "b"

@@ -209,7 +209,7 @@ run_command(lambda: print("begins"))
     assert done.stdout.count("loads") == 1
 
 
-def test_a_rehearsal_does_not_go_on_where_the_command_handles_its_error(tmp_path: Path) -> None:
+def test_a_rehearsal_does_not_continue_where_the_command_handles_its_error(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from megatron.command import rehearsed
@@ -258,7 +258,7 @@ raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
     ("limit", "told"),
     [(-1, "out of memory. "), (2_500_000_000, "gives each process 2.50 GB). ")],
 )
-def test_a_limit_of_memory_is_told_if_there_is_one(
+def test_a_limit_of_memory_is_reported_if_there_is_one(
     limit: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors.resource, "getrlimit", lambda _: (limit, -1))

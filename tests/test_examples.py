@@ -400,7 +400,7 @@ def test_the_demos_of_other_models_run_small(
         (["--iters", "0"], "--iters 0: give at least 1"),
     ],
 )
-def test_the_demo_says_what_to_mend(given: list[str], message: str, tmp_path: Path, capsys) -> None:
+def test_the_demo_says_what_to_fix(given: list[str], message: str, tmp_path: Path, capsys) -> None:
     from megatron.tools import demo
 
     assert demo.main(["--out", str(tmp_path / "out"), *given]) != 0

@@ -132,7 +132,7 @@ def _of_two_sizes(layout: Layout) -> None:
     dist.all_reduce(torch.ones(3 + layout.world.rank), group=layout.world.group)
 
 
-def test_what_does_not_match_is_told():
+def test_what_does_not_match_is_reported():
     with pytest.raises(RuntimeError, match=r"1[26] bytes expected, 1[26] given"):
         run_sharing_memory(2, _of_two_sizes)
 

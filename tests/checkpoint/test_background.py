@@ -134,7 +134,7 @@ def test_one_writer_that_fails_publishes_nothing_and_all_ranks_learn_of_it(tmp_p
 
 
 @pytest.mark.parametrize("step", ["mkdir", "fsync", "rename", "replace"])
-def test_a_failing_disk_is_told_by_the_next_wait(tmp_path, monkeypatch, step):
+def test_a_failing_disk_is_reported_by_the_next_wait(tmp_path, monkeypatch, step):
     save_state(tmp_path, 1)
     state = make_state(2)
     saver, told = _saver(tmp_path, state)

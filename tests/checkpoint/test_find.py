@@ -224,7 +224,7 @@ def test_why_there_is_no_checkpoint(tmp_path):
     assert open_any(better).iteration == open_any(better / "iter_0000001").iteration == 1
 
 
-def test_checkpoints_are_verified_unless_one_asks_otherwise(tmp_path):
+def test_checkpoints_are_verified_unless_the_user_opts_out(tmp_path):
     path = save_state(tmp_path, 1)
     shard = next(path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")

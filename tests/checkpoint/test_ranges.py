@@ -61,7 +61,7 @@ def test_boxes_in_one_file_have_keys_of_their_own(tmp_path):
         assert set(load_file(f"{path}/rank_{rank:05d}.safetensors")) == keys
 
 
-def test_a_problem_of_several_entries_is_said_once(tmp_path):
+def test_a_problem_of_several_entries_is_reported_once(tmp_path):
     run_distributed(1, _save, tmp_path)
     wrong = [Entry(part, (6, 4, 3), (i, 0, 0)) for i, part in enumerate(WHOLE[:2].split(1))]
     assert len(find_problems(open_checkpoint(tmp_path), {"moment": wrong})) == 1

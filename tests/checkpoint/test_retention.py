@@ -60,7 +60,7 @@ def test_multiples_of_an_interval_stay(tmp_path, keep, after):
 @pytest.mark.parametrize(
     ("keep", "kept"), [(RetentionPolicy(every=10), [1, 2, 4]), (RetentionPolicy(1, every=10), [4])]
 )
-def test_what_was_there_before_stays_where_no_number_is_given(tmp_path, keep, kept):
+def test_earlier_checkpoints_stay_where_no_number_is_given(tmp_path, keep, kept):
     """Megatron Core does the same. A script may add the flag in the middle of a run."""
     for iteration in (1, 2, 3):
         save_state(tmp_path, iteration)

@@ -76,7 +76,7 @@ def test_what_is_no_plain_file_is_never_waited_for(two, capsys, make, name):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["complete", "mp_rank_00/model_optim_rng.pt"])
-def test_of_megatron_s_files_none_is_waited_for(tmp_path, name):
+def test_none_of_megatron_s_files_is_waited_for(tmp_path, name):
     folder = write(tmp_path, Form(), whole_model(1))
     path = folder / name
     path.unlink(missing_ok=True)

@@ -22,7 +22,9 @@ from tests.inference.server.processes import TOOL, on_terminal, server_process
 from tests.training.trl import TEMPLATE, write_model
 
 
-def test_a_folder_without_a_checkpoint_is_told_by_the_server_s_own_message(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_reported_by_the_server_s_own_message(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)), chat.serving(tmp_path):
         pass
 

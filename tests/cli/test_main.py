@@ -181,7 +181,7 @@ def test_tables_and_the_version_are_printed(
         (["detoxify", "selct"], "unknown command selct: did you mean select?"),
     ],
 )
-def test_an_unknown_step_is_told(
+def test_an_unknown_step_is_reported(
     argv: list[str],
     said: str,
     monkeypatch: pytest.MonkeyPatch,

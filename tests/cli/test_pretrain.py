@@ -304,7 +304,7 @@ def _pretrain(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_mistake_is_told_before_several_processes_start() -> None:
+def test_a_mistake_is_reported_before_several_processes_start() -> None:
     done = _pretrain("gpt-tiny", "--gpus", "2", "--lr", "fast")
     assert done.returncode == 9
     assert done.stderr.startswith("error: --lr fast:")
@@ -329,7 +329,7 @@ def test_the_exit_code_of_several_processes_is_that_of_the_run(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert", "t5"])
-def test_a_recipe_in_small_keeps_the_form_of_its_layers(architecture: str) -> None:
+def test_a_recipe_with_small_keeps_the_form_of_its_layers(architecture: str) -> None:
     from megatron.tools.demo_kinds import KINDS, small_kind
 
     model = {"normalization": "RMSNorm", "swiglu": True, "num_layers": 80, "num_query_groups": 8}
@@ -343,7 +343,7 @@ def test_a_recipe_in_small_keeps_the_form_of_its_layers(architecture: str) -> No
 
 
 @pytest.mark.parametrize("name", catalog.names())
-def test_every_recipe_in_small_is_a_valid_run(name: str) -> None:
+def test_every_recipe_with_small_is_a_valid_run(name: str) -> None:
     from megatron.tools.demo_kinds import small_kind
 
     recipe = catalog.find(name)

@@ -79,7 +79,7 @@ def test_a_huggingface_config_is_shown_like_a_recipe(
     assert [path for path in shared if theirs.values[path] != ours.values[path]] == []
 
 
-def test_a_huggingface_folder_can_be_trained_in_small(
+def test_a_huggingface_folder_can_be_trained_small(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.tools import demo

@@ -486,7 +486,7 @@ def test_what_a_run_needs(name: str) -> None:
         ("--lazy-mpu-init yes", "--lazy-mpu-init: the entry script creates process groups once"),
     ],
 )
-def test_what_changes_nothing_is_said_once(words: str, line: str) -> None:
+def test_what_changes_nothing_is_reported_once(words: str, line: str) -> None:
     (notice,) = parse(words).notices
     assert notice.startswith(line)
 
@@ -533,7 +533,7 @@ def test_nonsense_values_give_lines_not_crashes() -> None:
         assert len(find_problems(config, 8)) >= len(paths)
 
 
-def test_huge_values_are_answered_at_once() -> None:
+def test_huge_values_are_checked_at_once() -> None:
     assert divisors(12) == "1, 2, 3, 4, 6 or 12"
     assert divisors(1) == "1"
     assert divisors(2**60).endswith("or 1024")

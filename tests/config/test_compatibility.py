@@ -52,7 +52,7 @@ def test_the_command_rewrites_only_what_is_between_the_marks(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mark", [BEGIN, END])
-def test_the_marks_stand_once(mark: str) -> None:
+def test_the_marks_occur_once(mark: str) -> None:
     assert _DOCUMENT.read_text(encoding="utf-8").count(mark) == 1
 
 

@@ -103,7 +103,7 @@ def _asking(flags: tuple[Field, ...]) -> list[Field]:
     return [flag for flag in flags if flag.default is not True]
 
 
-def test_all_refused_flags_at_once_are_answered_by_name_in_one_message() -> None:
+def test_all_refused_flags_at_once_are_reported_by_name_in_one_message() -> None:
     flags = _asking(REFUSED)
     lines = problems(*(word for flag in flags for word in _given(flag, _other_value(flag))))
     assert len(lines) == len(flags) > 580
@@ -285,14 +285,14 @@ def test_a_format_of_cores_checkpoints_is_refused_with_the_remedy(value: str) ->
         ("--flash-attn", "--use-flash-attn"),
     ],
 )
-def test_a_misspelt_flag_is_one_of_ours_rather_than_one_that_is_refused(
+def test_a_misspelled_flag_is_one_of_ours_rather_than_one_that_is_refused(
     given: str, meant: str
 ) -> None:
     (line,) = problems(f"{given} 2")
     assert line == f"unknown flag {given}: did you mean {meant}?"
 
 
-def test_a_misspelt_flag_that_is_refused_anyway_says_so_at_once() -> None:
+def test_a_misspelled_flag_that_is_refused_anyway_says_so_at_once() -> None:
     (line,) = problems("--mtp-standalon")
     assert line == (
         "unknown flag --mtp-standalon: did you mean --mtp-standalone? "

@@ -68,7 +68,7 @@ def test_a_json_file_is_as_the_flags_of_each_split(
     assert _data("--per-split-data-args-path each.json") == _data(words)
 
 
-def test_other_keys_are_told(folder: Path) -> None:
+def test_other_keys_are_reported(folder: Path) -> None:
     (folder / "each.json").write_text('{"train": "a", "valid": "b", "test": "c", "notes": 1}')
     parsed = parse("--per-split-data-args-path each.json", without=["--mock-data"])
     assert parsed.notices == ("--per-split-data-args-path each.json: 'notes' has no effect",)

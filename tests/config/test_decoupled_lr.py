@@ -49,6 +49,6 @@ def test_what_fits_is_taken_without_a_word(words: str) -> None:
     assert parse(words).notices == ()
 
 
-def test_a_minimum_of_nothing_is_told() -> None:
+def test_a_minimum_of_nothing_is_reported() -> None:
     (line,) = parse("--decoupled-min-lr 1e-4").notices
     assert line == "--decoupled-min-lr 0.0001 has no effect without --decoupled-lr"

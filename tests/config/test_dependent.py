@@ -34,7 +34,7 @@ def test_all_needs_are_tried_here() -> None:
 
 
 @pytest.mark.parametrize(("path", "field"), _NEEDY, ids=[path for path, _ in _NEEDY])
-def test_each_is_said_where_it_is_in_vain(path: str, field: Field) -> None:
+def test_each_is_reported_where_it_has_no_effect(path: str, field: Field) -> None:
     start, need = RunOptions(), field.info.needs
     assert need is not None
     if need.is_met(start):  # turn off what is on by default

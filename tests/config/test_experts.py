@@ -352,7 +352,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("words", "processes", "expected"), RULES, ids=range(len(RULES)))
-def test_each_mistake_is_told(words, processes, expected):
+def test_each_mistake_is_reported(words, processes, expected):
     found = problems(words, world_size=processes)
     assert len(found) == len(expected), found
     for text, line in zip(expected, found, strict=True):
@@ -369,7 +369,7 @@ def test_only_a_gpt_has_mixtures(architecture):
     ]
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     words = "--moe-router-topk 9 --moe-layer-freq x --expert-model-parallel-size 3"
     assert len(problems(MIXTURE, words, world_size=3)) == 3
 
@@ -417,7 +417,7 @@ def test_what_fits_is_taken(words, processes):
         (f"{MIXTURE} --moe-layer-freq 2 {SELECTIVE} mlp", None),
     ],
 )
-def test_what_changes_nothing_is_said(words, line):
+def test_what_changes_nothing_is_reported(words, line):
     said = [each for each in parse(words).notices if "has no effect" in each]
     assert (line is None) == (not said)
     assert line is None or said[0].startswith(line)

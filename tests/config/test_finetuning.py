@@ -106,7 +106,7 @@ def test_an_adapter_s_settings_are_spelled_as_the_flags_that_give_them() -> None
         assert (model.use_rslora, model.use_dora) == (is_rslora, is_dora)
 
 
-def test_flags_of_megatron_core_are_answered() -> None:
+def test_flags_of_megatron_core_are_reported() -> None:
     text = _problems("--sft", "--train-iters", "5", "--sft-tokenizer-prompt-format", "default")
     assert "--chat-template" in text
 

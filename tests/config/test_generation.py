@@ -67,7 +67,7 @@ def test_samples_that_cannot_be_written(given: dict[str, Any], said: str) -> Non
     assert line.startswith(said)
 
 
-def test_a_flag_of_samples_without_effect_is_told() -> None:
+def test_a_flag_of_samples_without_effect_is_reported() -> None:
     (line,) = find_sample_notices(SamplesConfig(prompt="a", recompute=True))
     assert line.startswith("--recompute has no effect")
 

@@ -244,7 +244,7 @@ def test_every_flag_is_known_with_its_type_and_default(flag: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("flag", _FLAGS, ids=_name)
-def test_a_value_lands_in_its_field_or_is_answered_by_name(flag: dict[str, Any]) -> None:
+def test_a_value_lands_in_its_field_or_is_reported_by_name(flag: dict[str, Any]) -> None:
     name, words = _name(flag), _words(flag)
     more, without = _COMPANIONS.get(name, ("", ""))
     refused = {entry.name for entry in REFUSED} | {*_NEEDS_PROGRAM}

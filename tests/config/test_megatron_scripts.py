@@ -179,7 +179,7 @@ _CORE_MIXTRAL = (
     ],
     ids=["gpt3", "bert", "llama"],
 )
-def test_a_script_of_core_is_answered_whole_by_name(
+def test_all_problems_of_a_script_of_core_are_reported_by_name(
     words: str, kind: str, processes: int, answers: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -228,7 +228,7 @@ def test_a_script_of_core_is_answered_whole_by_name(
     ],
     ids=["gpt3", "bert", "t5", "mixtral", "llama"],
 )
-def test_a_script_of_core_runs_once_the_answers_are_followed(
+def test_a_script_of_core_runs_once_the_messages_are_followed(
     words: str, kind: str, processes: int, notes: list[str]
 ) -> None:
     run = parse_config(words.split(), world_size=processes, architecture=kind)

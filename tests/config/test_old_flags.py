@@ -269,7 +269,7 @@ def test_rope_needs_no_position_embedding(words: str) -> None:
     assert parse(words).config.model.position_embedding_type == "rope"
 
 
-def test_a_2019_script_is_answered_line_by_line() -> None:
+def test_a_2019_script_is_reported_line_by_line() -> None:
     lines = problems(
         "--train-data wikipedia --lazy-loader --tokenizer-type SentencePieceTokenizer "
         "--tokenizer-model-type bert-large-uncased --cache-dir cache --epochs 1 "
@@ -365,7 +365,7 @@ def test_a_line_of_megatron_deepspeed_has_its_defaults() -> None:
         ("--use-tutel", "--use-tutel: Tutel is not used"),
     ],
 )
-def test_what_megatron_deepspeed_has_and_mixtures_here_have_not(words: str, answer: str) -> None:
+def test_what_megatron_deepspeed_has_and_our_mixtures_lack(words: str, answer: str) -> None:
     (line,) = problems("--num-experts 4" if words[2:5] != "num" else "", words)
     assert line.startswith(answer)
     assert "drop the flag" in line or ": give one" in line

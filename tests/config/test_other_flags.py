@@ -77,7 +77,7 @@ def test_names_are_unique_and_no_field_has_one() -> None:
     assert whole & _FIELDS == set()
 
 
-def test_flags_that_older_versions_read_otherwise_are_listed() -> None:
+def test_flags_that_older_versions_read_differently_are_listed() -> None:
     """If a command line has one of them, the file is read although the flag has a field."""
     from megatron.config.parser import _READ_IN_CONTEXT
 

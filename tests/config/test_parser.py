@@ -339,7 +339,7 @@ def test_flags_that_a_program_does_not_read_are_named_as_they_were_given() -> No
     )
 
 
-def test_a_misspelt_flag_is_told_beside_those_that_are_missing() -> None:
+def test_a_misspelled_flag_is_reported_beside_those_that_are_missing() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(["--hidden-sise", "64"], world_size=1)
     first, *others = caught.value.problems
@@ -349,7 +349,7 @@ def test_a_misspelt_flag_is_told_beside_those_that_are_missing() -> None:
 
 
 @pytest.mark.parametrize("asked", ["find_start", "read_checkpoint"])
-def test_a_misspelt_flag_is_told_beside_a_checkpoint_that_is_missing(asked: str) -> None:
+def test_a_misspelled_flag_is_reported_beside_a_checkpoint_that_is_missing(asked: str) -> None:
     def refuse(*_: object) -> NoReturn:
         raise CheckpointError("--load nowhere: there is no checkpoint")
 

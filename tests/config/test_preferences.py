@@ -54,7 +54,7 @@ def test_what_preferences_refuse(words: str, told: str) -> None:
         ("--hidden-dropout 0.1", "--hidden-dropout 0.1 with --preference-loss dpo: the reference"),
     ],
 )
-def test_flags_of_other_losses_are_told(words: str, told: str) -> None:
+def test_flags_of_other_losses_are_reported(words: str, told: str) -> None:
     parsed = parse_config([*WORDS, *words.split()], world_size=1, architecture="gpt")
     assert any(told in notice for notice in parsed.notices)
 

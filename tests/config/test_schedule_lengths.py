@@ -87,7 +87,7 @@ def _own(words: str) -> tuple[str, ...]:
         ),
     ],
 )
-def test_a_logarithmic_warm_up_that_has_no_effect_is_told(words: str, notice: str) -> None:
+def test_a_logarithmic_warm_up_that_has_no_effect_is_reported(words: str, notice: str) -> None:
     notices = parse(f"--lr-warmup-style log {words}").notices
     assert [line for line in notices if notice in line]
     quiet = parse("--lr-warmup-style log --lr-warmup-iters 5").notices

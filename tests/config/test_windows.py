@@ -175,7 +175,7 @@ YARN = f"{ROPE} --rope-type yarn --yarn-original-max-position-embeddings 64"
         ),
     ],
 )
-def test_mistakes_are_told(flags, told):
+def test_mistakes_are_reported(flags, told):
     assert any(told in line for line in problems(f"--num-layers 2 {flags}")), problems(flags)
 
 
@@ -262,7 +262,7 @@ def test_a_ring_has_no_bound_of_the_scores():
         ("--ckpt-format legacy --save a --softmax-type learnable", "--softmax-type learnable:"),
     ],
 )
-def test_what_does_not_go_together_is_told(flags, told):
+def test_what_does_not_go_together_is_reported(flags, told):
     assert any(told in line for line in problems(f"--num-layers 2 {flags}")), problems(flags)
 
 

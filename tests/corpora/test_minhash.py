@@ -55,7 +55,7 @@ def test_words_are_found_where_a_reader_would(text: str, expected: list[str]) ->
     assert found.batch == 4
 
 
-def test_hashes_are_those_of_the_words_wherever_they_stand() -> None:
+def test_hashes_are_those_of_the_words_wherever_they_are() -> None:
     texts = ["The cat, the dog; THE END.", "x " * 50, "end of the cat"]
     found = split_words([text.encode() for text in texts])
     plain = [word for text in texts for word in re.findall(r"\w+", text.lower())]

@@ -247,7 +247,7 @@ def test_leftovers_of_killed_tasks_are_removed(tmp_path) -> None:
     assert [path.exists() for path in (*leftovers, *others)] == [False, False, True, True]
 
 
-def test_a_run_does_not_go_on_with_another_tokenizer_under_the_same_name(tmp_path) -> None:
+def test_a_run_does_not_continue_with_another_tokenizer_under_the_same_name(tmp_path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(_GOOD)
     tokenizer = write_pair(tmp_path, GOOD, "a b\n")

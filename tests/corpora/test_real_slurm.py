@@ -47,7 +47,7 @@ def test_jobs_of_slurm_write_what_local_processes_write(
     assert json.loads((tmp_path / "slurm" / "report.json").read_bytes())["read"] == 60
 
 
-def test_jobs_that_slurm_refuses_are_told_in_one_line(
+def test_jobs_that_slurm_refuses_are_reported_in_one_line(
     slurm: Slurm,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

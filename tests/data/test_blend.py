@@ -76,7 +76,7 @@ def test_equals_the_loop(count: int, kind: str, monkeypatch: pytest.MonkeyPatch)
     assert index.datasets.dtype == (np.uint8 if count < 255 else np.int16)
 
 
-def test_wrong_guesses_are_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_guesses_are_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     def bad_guess(weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
         counts = np.zeros((len(totals), len(weights)))
         counts[:, 0] = totals

@@ -301,7 +301,7 @@ def test_a_preference_is_two_examples_with_one_prompt(folder: Path, tmp_path: Pa
             _encoder(folder, truncation="split", **{kind: True})
 
 
-def test_labelled_answers_say_on_their_first_token_whether_they_are_desirable(
+def test_labeled_answers_say_on_their_first_token_whether_they_are_desirable(
     folder: Path, tmp_path: Path
 ) -> None:
     encoder = _encoder(folder, labels=True)
@@ -392,7 +392,7 @@ def test_tools_and_other_inputs_reach_the_template(folder: Path, tmp_path: Path)
         assert said == "1<|endoftext|>Hi there.<|endoftext|>"
 
 
-def test_long_examples_are_told_dropped_cut_or_split(folder: Path, tmp_path: Path) -> None:
+def test_long_examples_are_reported_dropped_cut_or_split(folder: Path, tmp_path: Path) -> None:
     long = {"prompt": "one two three", "completion": " four five six seven eight nine ten."}
     whole = _load(tmp_path, _encoder(folder), [long])
     ids, trained = whole[0]
@@ -519,7 +519,7 @@ def test_packed_files_and_folders_are_read_in_order(folder: Path, tmp_path: Path
     assert [text[7] for text in _trained(encoder, found)] == list("001122")
 
 
-def test_lines_that_cannot_be_encoded_are_told_with_their_place(
+def test_lines_that_cannot_be_encoded_are_reported_with_their_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = _encoder(folder)

@@ -196,7 +196,7 @@ def test_flags_train_a_run(tmp_path, monkeypatch):
         ("--fim-data --fim-split-sample x", "--fim-split-sample x requires --fim-fragment-rate"),
     ],
 )
-def test_mistakes_are_told(flags, told):
+def test_mistakes_are_reported(flags, told):
     from megatron.config.parser import parse_config
 
     with pytest.raises(ConfigError) as caught:

@@ -136,7 +136,7 @@ def test_several_processes_copy_once(storage, tmp_path, monkeypatch):
         ("http://127.0.0.1:9/x", "cache", (DataError, ConfigError), "--data-path http://127.0"),
     ],
 )
-def test_mistakes_are_told_in_one_line(name, folder, kind, told, tmp_path):
+def test_mistakes_are_reported_in_one_line(name, folder, kind, told, tmp_path):
     with pytest.raises(kind, match=told) as caught:
         local_copy(name, "--data-path", folder and str(tmp_path / folder))
     assert "\n" not in str(caught.value)

@@ -156,7 +156,7 @@ def test_a_pipe_is_read_as_a_stream(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_shrinks_is_told(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"12345\n12345\n")
     first, second = read_blocks([str(path)], ["text"], 4)

@@ -355,7 +355,7 @@ def test_no_plain_file_stays_open(corpus, vocabulary):
     assert os.path.realpath(corpus) not in opened
 
 
-def test_mistakes_are_told_in_the_flags_of_training(vocabulary, tmp_path):
+def test_mistakes_are_reported_in_the_flags_of_training(vocabulary, tmp_path):
     (tmp_path / "x.doc").write_text("text")
     with pytest.raises(DataError, match=r"--data-path .*x\.doc: unknown suffix"):
         dataset_of(tmp_path / "x.doc", vocabulary)
@@ -421,7 +421,7 @@ _LINES = b'{"text": "w1 w2"}\n' * 50
     ],
     ids=range(15),
 )
-def test_bad_text_is_told_in_one_line(vocabulary, tmp_path, name, content, told):
+def test_bad_text_is_reported_in_one_line(vocabulary, tmp_path, name, content, told):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -431,7 +431,7 @@ def test_bad_text_is_told_in_one_line(vocabulary, tmp_path, name, content, told)
     assert "\n" not in message
 
 
-def test_a_line_that_is_too_long_is_told(vocabulary, tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_reported(vocabulary, tmp_path, monkeypatch):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "' + b"w1 " * (22 << 20) + b'"}\n')
     dataset = dataset_of(path, vocabulary)

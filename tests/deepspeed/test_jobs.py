@@ -105,7 +105,7 @@ def test_a_job_starts_as_it_is(
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
-def test_a_job_runs_in_small(
+def test_a_job_runs_at_toy_size(
     job: Path, tmp_path: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = start(job, tmp_path, files)

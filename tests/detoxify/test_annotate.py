@@ -239,7 +239,7 @@ def test_flags_are_checked(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPat
     assert f"--classifier-model {tmp_path} cannot be loaded" in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be_written_is_told_before_the_classifier(
+def test_an_output_that_cannot_be_written_is_reported_before_the_classifier(
     tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "own.jsonl", [{"text": "a"}])

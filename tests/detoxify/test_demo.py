@@ -54,7 +54,7 @@ def test_the_texts_of_a_version_are_those_of_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_toxicity_falls_and_the_perplexity_is_told(
+def test_the_toxicity_falls_and_the_perplexity_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     pytest.importorskip("transformers", reason="needs the extra [detoxify]")

@@ -102,7 +102,7 @@ def test_files_that_do_not_belong_together_are_refused(
     assert "the file has no prompts" in capsys.readouterr().err
 
 
-def test_an_output_that_cannot_be_written_is_told_before_the_classifier(
+def test_an_output_that_cannot_be_written_is_reported_before_the_classifier(
     words: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "build_scorer", lambda options: pytest.fail("too early"))

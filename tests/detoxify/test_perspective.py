@@ -172,7 +172,7 @@ def test_a_delay_of_more_than_ten_minutes_ends_the_command(
         client.score("text")
 
 
-def test_the_last_reason_is_told_without_the_requested_delay(service: StandIn) -> None:
+def test_the_last_reason_is_reported_without_the_requested_delay(service: StandIn) -> None:
     busy = Answer(503, error_body("busy"), (("Retry-After", "0"),))
     service.answers = [busy] * 4
     with pytest.raises(ServiceError, match="the last one with: [^(]*busy: run"):

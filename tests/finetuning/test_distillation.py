@@ -212,7 +212,7 @@ def test_files_hold_the_samples_that_a_run_may_read(
     assert _folder(tmp_path)["0 ids"].numel() == samples * 16 * 2  # 2 of each of 16 tokens
 
 
-def test_the_size_told_is_that_of_the_files_of_all_processes(
+def test_the_reported_size_is_that_of_the_files_of_all_processes(
     teacher: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -291,7 +291,7 @@ def test_layouts_write_the_same_files(
     torch.testing.assert_close(torch.cat([two[f"{n} ids"] for n in range(4)]), whole["ids"])
 
 
-def test_writing_goes_on_where_it_ended(
+def test_writing_continues_where_it_ended(
     teacher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_ENTRIES_PER_FILE", 16 * 3 * 10)
@@ -344,7 +344,7 @@ def test_ids_of_any_vocabulary_are_read_as_they_were_written(
 
 
 @pytest.mark.parametrize("source", ["--teacher-load", "--logits-load-dir"])
-def test_an_interrupted_student_goes_on(
+def test_an_interrupted_student_continues(
     source: str, teacher: str, saved: str, tmp_path: Path
 ) -> None:
     words = [source, teacher if source == "--teacher-load" else saved, "--save-interval", "3"]

@@ -110,7 +110,7 @@ def test_means_are_those_over_pairs() -> None:
         assert means_over_pairs(values, torch.tensor(is_pair))["a"].item() == mean
 
 
-def test_the_log_of_the_rest_of_a_probability_is_accurate_for_all_probabilities() -> None:
+def test_the_log_of_a_complementary_probability_is_accurate() -> None:
     """The gradient of log(1 - exp(x)) is -1 / (exp(-x) - 1)."""
     x = torch.tensor([-1e-12, -0.01, -0.693, -1.0, -20.0, -40.0], dtype=torch.float64)
     x.requires_grad_()

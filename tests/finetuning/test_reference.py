@@ -203,7 +203,7 @@ def losses_in(told: str) -> dict[int, str]:
     }
 
 
-def test_an_interrupted_run_goes_on_with_its_reference_model(
+def test_an_interrupted_run_continues_with_its_reference_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_program(tmp_path / "run") == EXIT_OK

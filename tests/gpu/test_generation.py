@@ -109,7 +109,7 @@ def test_recorded_steps_equal_unrecorded_ones(further: tuple[str, ...]) -> None:
     [(), MIXTURE, SINKS, CHUNKS, LATENT],
     ids=["dense", "mixture", "sinks", "chunks", "latent"],
 )
-def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
+def test_results_do_not_depend_on_the_batch(further: tuple[str, ...]) -> None:
     """Neither tokens nor log-probability bits depend on it, for prompts and generated text."""
     scored = replace(SAMPLING, max_new_tokens=3, prompt_logprobs=True)
     both = [*ASKED, *(replace(r, id=f"scored {r.id}", sampling=scored) for r in ASKED[:6])]
@@ -121,7 +121,7 @@ def test_the_batch_does_not_show(further: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_guesses_of_the_next_tokens_do_not_show(method: str, graphs: bool) -> None:
+def test_results_do_not_depend_on_drafts(method: str, graphs: bool) -> None:
     """Every log-probability is the same to the bit, for right and wrong drafts."""
     asked = [*ASKED, *(Request(f"loop {i}", (3, 4, 5 + i) * 50, SAMPLING) for i in range(8))]
     guessing = replace(
@@ -136,7 +136,7 @@ def test_guesses_of_the_next_tokens_do_not_show(method: str, graphs: bool) -> No
     assert (recorded is not None and len(recorded._recordings) > 0) == graphs
 
 
-def test_a_beginning_that_is_found_or_cut_elsewhere_does_not_show() -> None:
+def test_results_do_not_depend_on_where_a_prefix_is_found_or_cut() -> None:
     stem = ASKED[0].prompt * (1 + 300 // len(ASKED[0].prompt))
     asked = [
         Request(str(i), stem[:length] + tail, SAMPLING)
@@ -161,7 +161,7 @@ def adapted(options: EngineOptions) -> BatchEngine:
     return build_engine(loaded, DEVICE, options)
 
 
-def test_the_batch_does_not_show_in_answers_of_adapters() -> None:
+def test_answers_of_adapters_do_not_depend_on_the_batch() -> None:
     """Equal to the bit, recorded or not; requests without an adapter are unaffected."""
     asked = [replace(request, adapter=i % 4) for i, request in enumerate(ASKED)]
     recorded = adapted(OPTIONS)

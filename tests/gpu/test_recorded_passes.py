@@ -130,7 +130,7 @@ def test_a_small_model_is_recorded_without_a_flag() -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_run_goes_on_if_recording_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_if_recording_fails(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that reads a number on the host cannot be recorded, and runs unrecorded."""
     plain = _results(["--bf16"], "gpt")
     compute = MLP.forward

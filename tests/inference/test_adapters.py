@@ -160,7 +160,7 @@ def _assert_same(found: Answers, expected: Answers) -> None:
         assert scores == pytest.approx(values, abs=1e-5), name
 
 
-def test_a_mixed_batch_says_what_each_merged_model_says_alone(saved: Saved, alone: Answers) -> None:
+def test_a_mixed_batch_gives_the_answers_of_each_merged_model(saved: Saved, alone: Answers) -> None:
     texts = {tuple(token for token, _ in alone[f"{adapter} 0"]) for adapter in range(4)}
     assert len(texts) == 4, "the models say different things"
     _assert_same(_answers(_engine(saved.base, saved.words), _asked(3)), alone)
@@ -203,7 +203,7 @@ def _first(layout: Layout, base: str, words: Sequence[str]) -> Answers:
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=["tensor", "pipeline"])
-def test_layouts_say_the_same(saved: Saved, alone: Answers, sizes: dict[str, int]) -> None:
+def test_layouts_give_the_same_answers(saved: Saved, alone: Answers, sizes: dict[str, int]) -> None:
     expected = {name: pairs[:12] for name, pairs in alone.items()}
     for found in run_distributed(2, _first, saved.base, saved.words, **sizes):
         _assert_same(found, expected)

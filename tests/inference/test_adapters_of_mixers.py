@@ -133,7 +133,7 @@ def _assert_same(found: Answers, expected: Answers) -> None:
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_mixed_batch_says_what_each_merged_model_says_alone(root: Path, network: str) -> None:
+def test_a_mixed_batch_gives_the_answers_of_each_merged_model(root: Path, network: str) -> None:
     saved, alone = _saved(root, network), _alone(root, network)
     texts = {tuple(token for token, _ in alone[f"{adapter} 0"]) for adapter in range(3)}
     assert len(texts) == 3, "the models say different things"
@@ -147,7 +147,7 @@ def _found_in(layout: Layout, saved: dict[str, Saved]) -> dict[str, Answers]:
     }
 
 
-def test_tensor_parallel_ranks_say_the_same(root: Path) -> None:
+def test_tensor_parallel_ranks_give_the_same_answers(root: Path) -> None:
     saved = {network: _saved(root, network) for network in NETWORKS}
     for found in run_distributed(2, _found_in, saved, tensor=2):
         for network, answers in found.items():

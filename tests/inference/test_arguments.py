@@ -80,7 +80,7 @@ def _vain(parsed: ParsedRun) -> set[str]:
 
 
 @pytest.mark.parametrize("parse", [_generation, _evaluation])
-def test_flags_of_training_are_taken_and_said_in_one_line(toy: Path, parse) -> None:
+def test_flags_of_training_are_accepted_and_reported_in_one_line(toy: Path, parse) -> None:
     assert _vain(parse(toy, *TRAINING)) == IN_VAIN
     # Flags that the checkpoint also specifies, and flags that have an effect.
     assert not parse(toy, "--num-layers", "2", "--bf16", "--max-position-embeddings", "16").notices
@@ -165,7 +165,7 @@ def test_a_file_of_a_training_is_taken_too(toy: Path, tmp_path: Path, parse) -> 
 
 
 @pytest.mark.parametrize("parse", [_generation, _evaluation])
-def test_what_a_training_computes_otherwise_is_still_refused(toy: Path, parse) -> None:
+def test_what_training_computes_differently_is_still_refused(toy: Path, parse) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(toy, "--fp8-format", "hybrid", "--zero-stage", "3", "--lr", "-1")
     flags = [problem.split()[0] for problem in caught.value.problems]
@@ -203,7 +203,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-def test_what_a_program_reads_is_not_called_vain(toy: Path, read: set[str], capsys) -> None:
+def test_what_a_program_reads_is_not_called_without_effect(
+    toy: Path, read: set[str], capsys
+) -> None:
     words = ["--load", str(toy / "model")]
     asked = ["--num-samples", "1", "--out-seq-length", "2", "--genfile", str(toy / "samples")]
     assert generate_samples_gpt.main([*words, *asked]) == 0

@@ -241,7 +241,7 @@ def test_a_cancelled_request_frees_its_blocks(llama: Path) -> None:
     assert engine.step() == []
 
 
-def test_what_cannot_be_done_is_refused_at_the_door(llama: Path) -> None:
+def test_what_cannot_be_done_is_refused_on_arrival(llama: Path) -> None:
     engine = toy_engine(llama, replace(OPTIONS, cache_tokens=20))
     cases = {
         "outside the vocabulary": Request("a", (VOCAB,), greedy(1)),
@@ -309,7 +309,9 @@ def _in_layout(layout: Layout, folder: Path, requests: list[Request]) -> dict[st
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3 next"])
-def test_every_layout_says_the_same(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
+def test_every_layout_gives_the_same_answers(
+    name: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
     folder = write_model(name, tmp_path)
     requests = [
         *requests_for(greedy(NEW, prompt_logprobs=True)),

@@ -163,7 +163,7 @@ def test_texts_that_cannot_be_filled(bert: Filler, t5: Filler, text: str, messag
             model.fill(text)
 
 
-def test_at_most_as_many_guesses_as_the_vocabulary_has_entries(bert: Filler) -> None:
+def test_at_most_as_many_candidates_as_the_vocabulary_has_entries(bert: Filler) -> None:
     count = bert.tokenizer.vocab_size
     assert len(bert.fill("w1 [MASK]", top=count)[0]) == count
     with pytest.raises(ConfigError, match=f"--top {count + 1}: the vocabulary has {count} entries"):

@@ -95,7 +95,7 @@ def test_a_request_that_leaves_is_not_taken_for_one_that_comes_by_its_name(folde
     assert [event.reason for event in engine.abort("nobody is here")] == []
 
 
-def test_after_an_abort_the_engine_goes_on(folder: Path) -> None:
+def test_after_an_abort_the_engine_continues(folder: Path) -> None:
     engine = toy_engine(folder, looks_ahead=True)
     engine.add(Request("a", (1, 2, 3), greedy(8)))
     engine.step()

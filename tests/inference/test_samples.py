@@ -67,7 +67,7 @@ def test_a_file_of_prompts_is_answered_in_its_order(model: Path, tmp_path: Path)
     assert {sample["finished"] for sample in read(target)} == {True, False}
 
 
-def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(
+def test_stopped_in_the_middle_it_continues_and_writes_the_same(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "samples.jsonl"
@@ -82,7 +82,7 @@ def test_stopped_in_the_midst_it_goes_on_and_writes_the_same(
     assert ends == [f"{target}: {n} samples written, 5 in all" for n in (5, 4)]
 
 
-def test_a_file_of_samples_that_were_drawn_otherwise_is_not_gone_on_with(
+def test_a_file_of_samples_that_were_drawn_differently_is_not_continued(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "samples.jsonl"
@@ -114,7 +114,7 @@ def test_settings_are_kept_beside_files_only(model: Path, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_the_choices_are_said_and_not_among_the_samples(
+def test_the_choices_are_reported_apart_from_the_samples(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing = ("--recompute", "--lazy-mpu-init", "yes")  # still to do: two notes
@@ -157,7 +157,7 @@ def test_a_device_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--genfile", "--sample-output-file"])
-def test_a_file_that_cannot_be_written_is_told_before_the_model_is_loaded(
+def test_a_file_that_cannot_be_written_is_reported_before_the_model_is_loaded(
     model: Path, tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     (tmp_path / "prompts.txt").write_text("w1\n")

@@ -91,7 +91,7 @@ def test_the_repetition_penalty_weakens_what_occurred() -> None:
     assert chosen(Choice(repetition_penalty=2.0, history=[0]), low) == 1
 
 
-def test_log_probabilities_are_told_before_temperature_and_cuts() -> None:
+def test_log_probabilities_are_reported_before_temperature_and_cuts() -> None:
     row = Choice(temperature=0.1, top_k=1, logprob=True, top_logprobs=3)
     (found,) = unpack(choose(LOGITS[None], [row]).flatten().tolist(), [row])
     assert found.logprob == pytest.approx(math.log(0.5), abs=1e-6)

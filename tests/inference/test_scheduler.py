@@ -28,7 +28,7 @@ def carry_out(scheduler: Scheduler) -> list[tuple[int, int]]:
     return [(row.start, row.size) for row in plan]
 
 
-def test_a_long_prompt_is_cut_into_chunks_and_others_go_on_meanwhile() -> None:
+def test_a_long_prompt_is_cut_into_chunks_and_others_continue_meanwhile() -> None:
     scheduler = Scheduler(SETTINGS)
     first = Sequence("r", list(range(2)))
     scheduler.add(first)
@@ -138,7 +138,7 @@ def test_sequences_that_begin_alike_share_full_blocks() -> None:
     assert carry_out(scheduler) == [(0, 4)]
 
 
-def test_of_prompts_that_arrive_together_and_begin_alike_one_is_computed() -> None:
+def test_one_of_the_prompts_that_arrive_together_and_begin_alike_is_computed() -> None:
     scheduler = Scheduler(SETTINGS)
     alike = [Sequence("r", [1, 2, 3, 4, last]) for last in (5, 6, 7)]
     for sequence in alike:
@@ -293,7 +293,7 @@ def test_prompts_that_share_no_block_are_computed_together(tokens: list[int], re
     assert Sequence("r", tokens).prompt_length == len(tokens)
 
 
-def test_of_three_the_last_to_begin_is_preempted() -> None:
+def test_the_last_of_three_to_begin_is_preempted() -> None:
     scheduler = Scheduler(SchedulerSettings(blocks=6, block_size=2, max_sequences=3, max_tokens=12))
     three = [Sequence("r", [4 * index + offset for offset in range(4)]) for index in range(3)]
     scheduler.add(*three)

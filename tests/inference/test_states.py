@@ -57,7 +57,7 @@ def texts(events: dict[str, list[Event]]) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
-def test_a_batch_says_what_each_says_alone(
+def test_a_batch_gives_the_answers_of_each_alone(
     folder: Path, expected: dict[str, list[int]], looks_ahead: bool
 ) -> None:
     engine = toy_engine(folder, looks_ahead=looks_ahead)
@@ -84,7 +84,7 @@ def cached(engine: BatchEngine, *asked: tuple[int, ...], new: int = 2) -> list[i
     return found
 
 
-def test_a_prompt_goes_on_from_a_snapshot_of_states(folder: Path) -> None:
+def test_a_prompt_continues_from_a_snapshot_of_states(folder: Path) -> None:
     """Blocks have 4 tokens, and the last token is always computed."""
     engine = toy_engine(folder, replace(OPTIONS, max_sequences=32))
     assert cached(engine, TEXT[:13], TEXT[:13], TEXT[:12], TEXT[:20]) == [0, 12, 0, 12]
@@ -166,7 +166,7 @@ def _in_layout(layout: Layout, folder: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_layouts_say_the_same(
+def test_layouts_give_the_same_answers(
     folder: Path, expected: dict[str, list[int]], sizes: dict[str, int]
 ) -> None:
     for found in run_sharing_memory(2, _in_layout, folder, **sizes):

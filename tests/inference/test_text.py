@@ -67,7 +67,7 @@ def test_spaces_at_the_joint_of_prompt_and_answer_stay(sentencepiece: Tokenizer)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5, 9])
-def test_a_text_goes_on_after_the_last_five_tokens_of_its_prompt(size: int) -> None:
+def test_a_text_continues_after_the_last_five_tokens_of_its_prompt(size: int) -> None:
     """Many tokenizers drop a space at the beginning of a text."""
     decoded: list[list[int]] = []
 

@@ -188,7 +188,7 @@ def test_is_compiled_once_and_found_again(tmp_path, counting_compiler):
     assert len(said) == 2
 
 
-def test_of_many_processes_one_compiles(tmp_path, counting_compiler):
+def test_one_of_many_processes_compiles(tmp_path, counting_compiler):
     context = multiprocessing.get_context("fork")
     workers = [
         context.Process(target=building.build, args=("sm_90a", tmp_path / "cache", print, print))

@@ -91,7 +91,7 @@ def test_a_weight_keeps_one_family_and_one_cut(cut) -> None:
         assert library.calls[-len(pieces) :] == [(n, (7, min(cut, 2))) for n in pieces]
 
 
-def test_what_does_not_add_up_in_one_order_is_left_to_pytorch_and_said(caplog) -> None:
+def test_what_does_not_add_up_in_one_order_is_left_to_pytorch_and_reported(caplog) -> None:
     library = _Library(kind=9)
     multiply = RowProduct(library)
     x, weight, other = random(3, 64), random(16, 64), random(15, 64)
@@ -134,7 +134,7 @@ def test_a_row_has_the_same_bits_among_any_others(dtype, weight_shape, with_bias
             assert torch.equal(part, whole[first : first + count]), (count, first)
 
 
-def test_a_weight_that_the_library_does_not_take_is_said_once(caplog) -> None:
+def test_a_weight_that_the_library_does_not_take_is_reported_once(caplog) -> None:
     multiply = RowProduct(None)  # type: ignore[arg-type]  # which is not asked
     x, weight = (torch.randn(rows, 8, generator=fresh()).to(BF16) for rows in (3, 5))
     with caplog.at_level(logging.WARNING):

@@ -98,7 +98,7 @@ def test_every_knob_changes_the_network(knob):
 
 
 @pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt2", "llama"])
-def test_first_loss_is_that_of_a_guess(flags):
+def test_first_loss_is_that_of_a_random_guess(flags):
     tokens, labels = batch()
     loss = gpt(flags).eval()(tokens, labels=labels)
     assert loss.shape == (BATCH, SEQUENCE)

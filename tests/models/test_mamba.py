@@ -109,7 +109,7 @@ def test_the_scan_is_the_recurrence(chunk: int) -> None:
     torch.testing.assert_close(state, last)
 
 
-def test_a_scan_goes_on_from_a_state() -> None:
+def test_a_scan_continues_from_a_state() -> None:
     parts = inputs(11)
     expected, last = one_by_one(parts)
     x, steps, rates, b, c = parts

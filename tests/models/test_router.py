@@ -348,7 +348,7 @@ def dropped(choices, weights, plan):
 
 
 @pytest.mark.parametrize("drops_last", [False, True], ids=["probability", "position"])
-def test_of_equal_probabilities_the_first_stay(drops_last):
+def test_the_first_of_equal_probabilities_stay(drops_last):
     plan = replace(BASE, experts=2, chosen=1, capacity=0.5, drops_last=drops_last)
     choices = torch.tensor([[1], [1], [0], [1], [1], [0], [1], [1]])
     weights = torch.full((8, 1), 0.5)

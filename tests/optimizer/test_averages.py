@@ -40,7 +40,7 @@ def test_a_moving_average_is_a_mean_at_first(others: str) -> None:
         assert average.values(index).tolist() == [8.0] * 4
 
 
-def test_a_loaded_moving_average_goes_on() -> None:
+def test_a_loaded_moving_average_continues() -> None:
     weight = torch.zeros(3)
     average = MovingAverage([weight], 0.75)
     assert average.prepare(lambda prefix: False, 2) == {}
@@ -67,7 +67,7 @@ def test_the_latest_average_is_a_mean_of_snapshots() -> None:
 
 
 @pytest.mark.parametrize(("saved", "window", "taken"), [(0, 3, 0), (2, 3, 2), (3, 3, 3), (3, 2, 2)])
-def test_a_loaded_latest_average_goes_on(saved: int, window: int, taken: int) -> None:
+def test_a_loaded_latest_average_continues(saved: int, window: int, taken: int) -> None:
     weight = torch.zeros(3)
     average = LatestAverage([weight], interval=1, window=window)
     _follow(average, weight, [100.0])  # forgotten

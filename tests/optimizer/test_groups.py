@@ -67,7 +67,7 @@ def test_empty_groups_and_frozen_parameters_are_left_out():
     assert [group.names for group in groups] == [("a.weight",)]
 
 
-def test_vocabularies_stand_apart_where_they_have_a_rate_of_their_own():
+def test_vocabularies_with_a_rate_of_their_own_have_their_own_groups():
     named = {
         name: new_parameter(shape, init=ZEROS, is_vocabulary=name in ("words", "output"))
         for name, shape in {

@@ -44,7 +44,7 @@ def test_can_shrink_until_the_minimum():
 
 
 @pytest.mark.parametrize("split", range(9))
-def test_state_goes_on_where_it_stopped(split):
+def test_state_continues_where_it_stopped(split):
     events = "x.x.....x"
     whole = _run(_start(), events)
     scale = _start()

@@ -196,7 +196,7 @@ def test_16bit_weights_are_rounded_masters_that_follow_fp32(precision):
 
 @OPTIMIZERS
 @PRECISIONS
-def test_a_resumed_optimizer_goes_on_bit_for_bit(precision, rule):
+def test_a_resumed_optimizer_continues_bit_for_bit(precision, rule):
     config = OptimizerConfig(optimizer=rule)
 
     def steps(optimizer, named, seeds):

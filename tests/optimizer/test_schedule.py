@@ -66,7 +66,7 @@ def test_wsd_warms_up_stays_and_decays(style, half, near):
     assert heights == pytest.approx([1, 1, 1, half, near, 0, 0])
 
 
-def test_wsd_is_saved_and_gone_on_with():
+def test_wsd_is_saved_and_continued():
     flags = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20, "lr_wsd_decay_style": "minus_sqrt"}
     ours = _schedules(flags)
     assert (ours.learning_rate.anneal, ours.learning_rate.anneal_style) == (200, "minus_sqrt")
@@ -208,7 +208,7 @@ def test_learning_rates_of_the_golden_run(golden):
         assert float(f"{rate.at(line['consumed samples']):.3E}") == line["learning rate"]
 
 
-def test_resuming_with_equal_flags_goes_on():
+def test_resuming_with_equal_flags_continues():
     ours = _schedules({"lr_warmup_fraction": 0.1, "lr_decay_style": "cosine"})
     saved = json.loads(json.dumps(ours.to_dict(360)))
     assert ours.resumed(saved) == (ours, 360)
@@ -233,7 +233,7 @@ def test_resuming_with_other_flags_needs_a_decision():
     assert (taken.learning_rate.peak, taken.learning_rate.style, samples) == (0.5, "cosine", 360)
 
 
-def test_lengths_that_differ_are_told_by_the_flags_that_set_them():
+def test_lengths_that_differ_are_reported_by_the_flags_that_set_them():
     saved = _schedules().to_dict(10)
     longer = _schedules({"lr_warmup_iters": 5}, training={"train_iters": 200})
     with pytest.raises(CheckpointError) as error:

@@ -191,7 +191,7 @@ def _all_two_backwards(layout, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_put_off_weight_gradients_are_the_same_bits(dtype):
+def test_deferred_weight_gradients_are_the_same_bits(dtype):
     """The same holds for gradients without overlap."""
     for results in run_distributed(2, _all_two_backwards, dtype, tensor=2):
         for direct, deferred, in_turn in results:

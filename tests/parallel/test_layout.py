@@ -45,7 +45,7 @@ def _sum_over_axes(layout):
     return sums
 
 
-def test_groups_talk_along_their_axis():
+def test_groups_communicate_along_their_axis():
     torch.ones(3, requires_grad=True).sum().backward()  # forking still works after autograd
     assert run_distributed(4, _sum_over_axes, tensor=2) == [[1, 2], [1, 4], [5, 2], [5, 4]]
 
@@ -192,7 +192,7 @@ def _expert_groups(layout):
     ],
     ids=str,
 )
-def test_expert_groups_talk_along_their_axis(sizes):
+def test_expert_groups_communicate_along_their_axis(sizes):
     for rank, found in enumerate(run_distributed(4, _expert_groups, **sizes)):
         layout = Layout.at(rank, 4, **sizes)
         assert found == {name: getattr(layout, name).ranks for name in found}

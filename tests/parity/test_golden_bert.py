@@ -42,7 +42,7 @@ def compare_bert(records, recording):
     ],
     ids=["one process", "tensor 2", "tensor 2, sequences split", "pipeline 2"],
 )
-def test_it_goes_on_as_the_original(golden, tmp_path, sizes, flags, run):
+def test_it_continues_like_the_original(golden, tmp_path, sizes, flags, run):
     recording = json.loads((golden / RUN / "run.json").read_text())
     processes = 2 if sizes else 1
     for records in run(processes, continue_run, golden, RUN, tmp_path, flags.split(), **sizes):

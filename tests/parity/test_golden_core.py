@@ -72,7 +72,7 @@ def compare(records: list[dict[str, Any]], golden: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_one_process_goes_on_as_the_original(golden, tmp_path, name):
+def test_one_process_continues_like_the_original(golden, tmp_path, name):
     # The recording on two processes used this flag.
     flags = ("--expert-model-parallel-size", "1")
     (records,) = run_distributed(1, continue_core, golden, name, tmp_path, flags)
@@ -99,7 +99,7 @@ _LAYOUTS = {
 
 
 @pytest.mark.parametrize("case", _LAYOUTS)
-def test_every_layout_goes_on_as_the_original(golden, tmp_path, case):
+def test_every_layout_continues_like_the_original(golden, tmp_path, case):
     name = case.partition(",")[0]
     processes, sizes, flags = _LAYOUTS[case]
     found = run_distributed(
@@ -115,7 +115,7 @@ def _save_again(
 
 
 @pytest.mark.parametrize("name", ["core_dense", "core_mtp", "core_moe_sigmoid"])
-def test_what_is_saved_for_megatron_core_goes_on_as_the_original(golden, tmp_path, name):
+def test_what_is_saved_for_megatron_core_continues_like_the_original(golden, tmp_path, name):
     target = str(tmp_path / "saved")
     saves = ("--save", target, "--save-interval", "10", "--ckpt-format", "torch_dist")
     is_mixture = "moe" in name

@@ -40,7 +40,7 @@ def one_process(golden, tmp_path_factory):
 
 
 @pytest.mark.parametrize("run_name", ["gpt_fp32", "gpt_tp2pp2_fp32"])
-def test_one_process_goes_on_as_the_original(golden, one_process, run_name):
+def test_one_process_continues_like_the_original(golden, one_process, run_name):
     recording = json.loads((golden / run_name / "run.json").read_text())
     records, _ = one_process(run_name)
     compare_gpt(records, recording)
@@ -54,7 +54,7 @@ TP2PP2 = """
 @pytest.mark.parametrize(
     ("run_name", "run"), [("gpt_fp32", run_sharing_memory), ("gpt_tp2pp2_fp32", run_distributed)]
 )
-def test_four_processes_go_on_as_the_original(golden, tmp_path, run_name, run):
+def test_four_processes_continue_like_the_original(golden, tmp_path, run_name, run):
     """The run recorded on four processes uses gloo, the other one shared memory."""
     recording = json.loads((golden / run_name / "run.json").read_text())
     for records in run(4, continue_run, golden, run_name, tmp_path, TP2PP2, tensor=2, pipeline=2):

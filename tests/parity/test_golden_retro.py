@@ -27,7 +27,7 @@ def largest_differences(records, recording):
     return loss, max(abs(a["grad-norm"] / b["grad norm"] - 1) for a, b in pairs)
 
 
-def test_one_process_goes_on_as_the_original(golden, tmp_path, recording):
+def test_one_process_continues_like_the_original(golden, tmp_path, recording):
     (records,) = run_distributed(1, continue_run, golden, "retro_fp32", tmp_path)
     # This run also has a final evaluation on test data.
     valid = [one for one in recording["validation"] if one["set"] != "test"]
@@ -50,7 +50,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_go_on_as_the_original(golden, tmp_path, recording, layout):
+def test_layouts_continue_like_the_original(golden, tmp_path, recording, layout):
     flags, sizes = LAYOUTS[layout]
     words = [*flags.split(), *_PART.split()]
     for axis, size in sizes.items():

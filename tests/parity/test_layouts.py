@@ -56,5 +56,5 @@ def test_a_difference_is_seen_wherever_it_is():
     assert largest_difference([1.0], [1.0, 2.0]) == float("inf")
 
 
-def test_no_layout_stands_twice():
+def test_no_layout_is_listed_twice():
     assert len({(case.processes, case.name, case.shown_flags) for case in LAYOUTS}) == len(LAYOUTS)

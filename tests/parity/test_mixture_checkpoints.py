@@ -92,7 +92,7 @@ def test_resuming_is_bit_for_bit(tmp_path, name):
 
 
 @pytest.mark.parametrize("network", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
-def test_losses_go_on_in_another_layout(tmp_path, network):
+def test_losses_continue_in_another_layout(tmp_path, network):
     """Router biases continue too."""
     one = replace(CASES["one process"], network=network, iterations=6)
     expected = _run(_train, one)[0][0]

@@ -93,6 +93,6 @@ def test_only_whole_mixtures_exchange_tokens_again():
             assert ours == losses
 
 
-def test_no_layout_of_a_mixture_stands_twice():
+def test_no_layout_of_a_mixture_is_listed_twice():
     assert len({case.name for case in MIXTURES}) == len(MIXTURES) >= 40
     assert all(isinstance(case, MixtureCase) for case in MIXTURES)

@@ -50,14 +50,14 @@ def uninterrupted():
     ids=["split-one", "one-split", "sharded-split", "split-virtual", "virtual-context",
          "context-sharded"],
 )  # fmt: skip
-def test_losses_go_on(tmp_path, uninterrupted, before, after):
+def test_losses_continue(tmp_path, uninterrupted, before, after):
     folder = str(tmp_path)
     first = _run(before, "--save", folder, "--save-interval", "3", "--exit-interval", "3")
     second = _run(after, "--load", folder)
     assert [*first, *second] == pytest.approx(uninterrupted, rel=1e-5)
 
 
-def test_losses_of_a_hybrid_go_on(tmp_path):
+def test_losses_of_a_hybrid_continue(tmp_path):
     folder, network = str(tmp_path), HYBRID.split()
     saving = ["--save", folder, "--save-interval", "3", "--exit-interval", "3"]
     first = _run(SPLIT, *saving, *network)
@@ -67,7 +67,7 @@ def test_losses_of_a_hybrid_go_on(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "more"), [("bert", []), ("t5", []), ("t5", RELATIVE)])
-def test_losses_of_bert_and_t5_go_on(tmp_path, kind, more):
+def test_losses_of_bert_and_t5_continue(tmp_path, kind, more):
     folder = str(tmp_path)
     saving = ["--save", folder, "--save-interval", "3", "--exit-interval", "3"]
     first = _run(SPLIT, *saving, *more, kind=kind)

@@ -171,7 +171,7 @@ def _run(layout, *flags):
     [(THIRD, FIRST), (FIRST, THIRD), (PIPED, ONE), (ONE, PIPED)],
     ids=["3-1", "1-3", "3-one", "one-3"],
 )
-def test_losses_go_on_in_another_layout(tmp_path, before, after):
+def test_losses_continue_in_another_layout(tmp_path, before, after):
     uninterrupted = _train(Layout.single(), FLAGS)[0]
     first = _run(before, *_steps(tmp_path))
     second = _run(after, "--load", str(tmp_path))
@@ -227,7 +227,7 @@ def test_a_deferred_weight_gradient_finds_no_weight():
         _parse(*flags)
 
 
-def test_what_stage_3_does_anyway_is_said():
+def test_what_stage_3_does_anyway_is_reported():
     parsed = _parse("--zero-stage", "3", "--overlap-grad-reduce", "--overlap-param-gather")
     notices = [line for line in parsed.notices if "--zero-stage 3 always" in line]
     assert len(notices) == 2

@@ -391,7 +391,7 @@ def test_layers_that_are_split_split_sequences_too():
         assert values["parallel.tp_comm_overlap"] is is_split
 
 
-def test_times_on_other_hosts_are_told_where_the_host_matters(capsys):
+def test_times_on_other_hosts_are_reported_where_the_host_matters(capsys):
     words = "--gpus 2xH200 --memory --time -- --num-layers 24 --hidden-size 1024 --bf16"
     words += " --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024"
     words += " --micro-batch-size 8 --global-batch-size 64"

@@ -167,7 +167,7 @@ def test_recomputation_is_one_more_forward_pass_of_a_layer():
     assert again.inputs == pytest.approx(kept.inputs + kept.forward)
 
 
-def test_two_parts_of_a_stage_are_told_and_one_is_not():
+def test_two_parts_of_a_stage_are_reported_and_one_is_not():
     two = _rows("--num-layers-per-virtual-pipeline-stage", "4")["pipeline"]
     assert two.startswith("interleaved, 4 stages x 2 virtual; estimated pipeline bubble: ")
     assert _rows()["pipeline"].startswith("1f1b, 4 stages; estimated pipeline bubble: ")

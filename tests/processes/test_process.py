@@ -247,7 +247,7 @@ def test_a_process_that_is_killed_while_groups_form_ends_the_other(tmp_path, cal
     assert "Traceback" not in said
 
 
-def test_a_line_names_the_ranks_that_it_is_of() -> None:
+def test_a_line_names_the_ranks_that_it_concerns() -> None:
     def say(*found: tuple[str, str, list[str]]) -> list[str]:
         return device_problems([DeviceReport(*each) for each in found])
 

@@ -85,7 +85,7 @@ def test_a_hang_is_explained_and_ends(
         ("kill", 1, "rank 1 ended without reporting an error, in iteration 2"),
     ],
 )
-def test_an_error_is_told_once(kind: str, code: int, message: str, tmp_path: Path) -> None:
+def test_an_error_is_reported_once(kind: str, code: int, message: str, tmp_path: Path) -> None:
     flags = ("--num-workers", "1") if kind == "lose" else _TENSOR
     outcomes = run_ranks(4, f"{kind}:1:2", tmp_path, *flags, *_limit(60.0))
     codes = [outcome and outcome.code for outcome in outcomes]

@@ -423,7 +423,7 @@ def test_sizes_are_readable(size: int, text: str) -> None:
     assert _size(size) == text
 
 
-def test_a_disk_that_is_too_small_is_told(
+def test_a_disk_that_is_too_small_is_reported(
     words: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -231,7 +231,7 @@ def test_a_folder_of_another_type_of_tokenizer_warns(folder, capsys):
     assert "this run has --tokenizer-type NullTokenizer" in shown.out + shown.err
 
 
-def test_of_a_large_table_evenly_spaced_rows_are_checked(folder, monkeypatch):
+def test_evenly_spaced_rows_of_a_large_table_are_checked(folder, monkeypatch):
     monkeypatch.setattr(blocks, "_RUN", 10)
     monkeypatch.setattr(database, "_CHECKED", 100)  # of 337 chunks: every fourth run of 10
     for chunk, is_seen in ((0, True), (9, True), (10, False), (39, False), (40, True), (325, True)):

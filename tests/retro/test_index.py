@@ -186,7 +186,7 @@ def test_graphs(factory: str, table: NDArray[np.float32], tmp_path: Path):
     assert np.mean(found[:, 0] == np.arange(450)) > 0.9
 
 
-def test_a_run_goes_on_after_any_block(table: NDArray[np.float32], tmp_path: Path):
+def test_a_run_continues_after_any_block(table: NDArray[np.float32], tmp_path: Path):
     """Existing blocks are kept, and the index is the same."""
     options = replace(OURS, keep_training_vectors=True, keep_codes=True)
     paths, whole = IndexPaths(tmp_path / "a", options), IndexPaths(tmp_path / "b", options)

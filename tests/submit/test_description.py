@@ -95,7 +95,7 @@ def test_a_mistake_says_its_remedy(words: tuple[str, ...], message: str) -> None
     assert message in _problems(*words)
 
 
-def test_mistakes_of_a_recipe_are_told_before_the_queue() -> None:
+def test_mistakes_of_a_recipe_are_reported_before_the_queue() -> None:
     recipe = ("--", "megatron", "pretrain", "gpt-tiny")
     assert "--nproc-per-node 8" in job_file("slurm", *recipe)
     assert "unknown flag --micro-batch:" in _problems(*recipe, "--micro-batch", "1")
@@ -118,7 +118,7 @@ def test_flags_with_an_equals_sign_are_read() -> None:
     )
 
 
-def test_mistakes_of_the_training_are_told_before_the_queue() -> None:
+def test_mistakes_of_the_training_are_reported_before_the_queue() -> None:
     words = ("--nodes", "2", *COMMAND, "--global-batch-size", "4")
     assert "--global-batch-size 4" in _problems(*words)
     assert "unknown flag --micro-batch:" in _problems(*COMMAND, "--micro-batch", "1")

@@ -88,7 +88,7 @@ def test_responses_need_punkt(files, monkeypatch):
         ("knowledge.json", '{"7 8": ["d"]}\n{"a', "line 2: not JSON"),
     ],
 )
-def test_broken_files_are_told_by_line(files, name, text, said):
+def test_broken_files_are_reported_by_line(files, name, text, said):
     (files / name).write_text(text)
     with pytest.raises(DataError, match=said):
         _prompts(*_words(files, "knowledge", "knowledge.json"))
@@ -304,7 +304,7 @@ def test_f1_is_megatron_s(tmp_path, capfd):
         ("MSDP-EVAL-F1", "--lm-eval-limit 5", "--lm-eval-limit belongs to LM_EVAL"),
     ],
 )
-def test_mistakes_are_told_by_flag(task, words, said):
+def test_mistakes_are_reported_by_flag(task, words, said):
     with pytest.raises(ConfigError) as caught:
         dialogue.parse(task, words.split(), 1)
     assert [line for line in caught.value.problems if line.startswith(said)]

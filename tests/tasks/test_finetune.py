@@ -271,7 +271,7 @@ def test_throughput_counts_all_texts_of_a_sample(toy, capsys, monkeypatch):
     assert [float(ms) / 1000 * float(speed) for ms, speed in found] == [768.0] * (44 // 8)
 
 
-def test_it_goes_on_where_it_stopped(toy, tmp_path):
+def test_it_continues_where_it_stopped(toy, tmp_path):
     words = _sst(toy, "--epochs", "2", "--save-interval", "5", "--save", str(tmp_path))
     expected, _ = finetune(Layout.single(), "SST-2", _sst(toy, "--epochs", "2"))
     first, _ = finetune(Layout.single(), "SST-2", [*words, "--exit-interval", "5"])
@@ -471,7 +471,7 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
         (["--strict-lambada"], "--strict-lambada belongs to WIKITEXT103, LAMBADA and PERPLEXITY"),
     ],
 )
-def test_mistakes_are_found_at_the_door(flags, message):
+def test_mistakes_are_found_at_the_start(flags, message):
     with pytest.raises(ConfigError) as caught:
         finetune_command.parse("MNLI", flags, 1)
     assert message in str(caught.value)

@@ -138,7 +138,7 @@ def test_a_task_file_can_be_named(toy):
     assert numbers["toy_choice acc"] == 1
 
 
-def test_mistakes_are_said(toy, monkeypatch):
+def test_mistakes_are_reported(toy, monkeypatch):
     own_only = partial(harness_tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(
         harness_tasks, "TaskManager", lambda include_path, **_: own_only(include_path=include_path)

@@ -328,7 +328,7 @@ def _finder(*, found: bool) -> Any:
     return SimpleNamespace(util=SimpleNamespace(find_spec=find_spec))
 
 
-def test_mistakes_are_told_by_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_mistakes_are_reported_by_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = "--valid-data x --lm-eval-limit 0 --lm-eval-num-fewshot -1 --overwrite".split()
     told = [
         "--load is required",

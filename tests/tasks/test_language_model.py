@@ -179,7 +179,7 @@ def test_a_flag_of_2019_names_the_task_with_one_notice(toy, flag, task):
 @pytest.mark.parametrize(
     ("name", "meant"), [("sst2", "SST-2"), ("STSB", "STS-B"), ("LAMBDA", "LAMBADA")]
 )
-def test_a_task_that_is_spelt_otherwise(name, meant):
+def test_a_task_that_is_spelled_differently(name, meant):
     with pytest.raises(ConfigError, match=f"no such task: did you mean {meant}\\?"):
         find_task(["--task", name])
 
@@ -211,7 +211,7 @@ def test_a_flag_of_2019_contradicts_another_task(flags):
 
 
 @pytest.mark.parametrize("flag", ["--tas", "--taks", "--tasks"])
-def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
+def test_a_misspelled_task_flag_is_reported_beside_the_missing_one(flag):
     with pytest.raises(ConfigError) as caught:
         find_task([flag, "LAMBADA", "--load", "x"])
     first, second = caught.value.problems
@@ -243,7 +243,7 @@ def test_a_misspelt_task_flag_is_told_beside_the_missing_one(flag):
         (["--strict-lambda"], "unknown flag --strict-lambda: did you mean --strict-lambada?"),
     ],
 )
-def test_mistakes_are_found_at_the_door(flags, message):
+def test_mistakes_are_found_at_the_start(flags, message):
     with pytest.raises(ConfigError) as caught:
         language_model.parse("LAMBADA", flags, 1)
     assert message in str(caught.value)

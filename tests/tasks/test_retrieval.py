@@ -155,7 +155,7 @@ def test_vectors_are_joined_when_the_slowest_rank_has_written_its_own(toy, tmp_p
     assert sorted(PassageVectors.load(path)[0].ids) == list(range(100, 100 + COUNT))
 
 
-def test_the_progress_of_embedding_is_told_at_an_interval(toy, capsys):
+def test_the_progress_of_embedding_is_reported_at_an_interval(toy, capsys):
     words = ["--indexer-batch-size", "4", "--indexer-log-interval", "2"]
     evaluate(Layout.single(), words_of(toy, *words, "--qa-data-test", str(toy / "test.tsv")))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("> ")]

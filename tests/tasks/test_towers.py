@@ -247,7 +247,7 @@ def test_wrong_passages_are_drawn_anew_and_stood_in_for(toy):
         ("[" * 100_000, "cannot be read"),
     ],
 )
-def test_broken_files_are_told_by_entry(tmp_path, text, said):
+def test_broken_files_are_reported_by_entry(tmp_path, text, said):
     path = tmp_path / "nq.json"
     path.write_text(text)
     with pytest.raises(DataError, match=f"--train-data .*nq.json.*{said}"):
@@ -303,7 +303,7 @@ def test_a_dry_run_of_many_processes(toy, capsys):
         (["--train-iters", "9"], "--epochs sets the length of training: drop --train-iters"),
     ],
 )
-def test_mistakes_are_told_by_flag(toy, words, said):
+def test_mistakes_are_reported_by_flag(toy, words, said):
     with pytest.raises(ConfigError, match=said):
         towers.parse(TASK, [*words_of(toy), *start(toy), *words], 1)
 

@@ -253,7 +253,7 @@ def test_a_compiled_tokenizer_knows_its_vocabulary(tiny, cache_folder):
     assert compiled.detokenize(compiled.tokenize("a tale")) == "a tale"
 
 
-def test_encoder_forgets_and_goes_on(tiny, monkeypatch):
+def test_encoder_forgets_and_continues(tiny, monkeypatch):
     tokenizer = build_tokenizer(tiny)
     expected = tokenizer.tokenize("once upon a time")
     monkeypatch.setattr("megatron.tokenizer.fast_bpe._RESET_AFTER", 10)

@@ -205,7 +205,7 @@ def tokenizer_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_text_that_goes_on_has_no_end_behind_it(tokenizer_folder):
+def test_a_text_that_continues_has_no_end_token(tokenizer_folder):
     import json
 
     assert build("NullTokenizer", vocab_size=9).tokenize_unterminated("1 2") == [1, 2]

@@ -29,7 +29,7 @@ def test_a_window_that_is_too_short_is_named(capsys) -> None:
     assert "do not fit in the 64 positions of --model demo" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_measurement(tmp_path, capsys) -> None:
+def test_a_file_that_cannot_be_written_is_reported_before_the_measurement(tmp_path, capsys) -> None:
     out = tmp_path / "missing" / "numbers.json"
     words = ["--model", "L", "--out"]  # the model would be refused next
     assert benchmark_generation.main([*words, str(out)]) == StorageError.exit_code

@@ -233,7 +233,7 @@ def test_mistakes_are_one_line(capsys):
 
 
 @pytest.mark.parametrize("flag", ["--out", "--jsonl"])
-def test_a_file_that_cannot_be_written_is_told_before_the_runs(flag, tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_reported_before_the_runs(flag, tmp_path, capsys):
     words = ["--model", "toy", "--processes", "1", flag, str(tmp_path / "missing" / "file")]
     assert main(words) == StorageError.exit_code
     assert capsys.readouterr().err.startswith(f"error: {words[4]} {words[5]} cannot be written")

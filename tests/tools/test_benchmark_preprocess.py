@@ -13,7 +13,7 @@ from tools import benchmark_preprocess
         ("torn.tar", "not a folder and not a tar file"),
     ],
 )
-def test_text_that_is_not_there_is_named(tmp_path, capsys, name, message) -> None:
+def test_text_that_is_missing_is_named(tmp_path, capsys, name, message) -> None:
     (tmp_path / "torn.tar").write_text("x")
     words = ["--vocab-file", "a", "--merge-file", "b", "--text", str(tmp_path / name)]
     assert benchmark_preprocess.main(words) == 6

@@ -81,7 +81,7 @@ def test_a_newer_checkpoint_is_not_mixed_with_older_vectors(words: list[str], tm
     )
 
 
-def test_a_run_goes_on(golden: Path, words: list[str], tmp_path: Path, capsys: Any):
+def test_a_run_continues(golden: Path, words: list[str], tmp_path: Path, capsys: Any):
     run(words)
     wanted = vectors(tmp_path / "vectors")
     (tmp_path / "vectors/010-020.hdf5").unlink()

@@ -53,7 +53,7 @@ def test_a_run_that_lost_a_step_survived(tmp_path: Path) -> None:
     assert numbers["longest recovery (s)"] == 6.0 - 2.5
 
 
-def test_what_did_not_survive_is_told(tmp_path: Path) -> None:
+def test_what_did_not_survive_is_reported(tmp_path: Path) -> None:
     other = [*_KILLED[:-1], _line(4, 8.0, 5.5)]
     problems, _ = _judged(tmp_path, other, Outcome([1]))
     assert [problem.split(",")[0].split(" differ")[0] for problem in problems] == [
@@ -72,7 +72,7 @@ def test_what_did_not_survive_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_an_older_or_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+def test_an_older_or_damaged_checkpoint_is_reported(tmp_path: Path) -> None:
     told = "the newest checkpoint is not from the last iteration, 4"
     assert told in _judged(tmp_path, _KILLED, Outcome([0]), iteration=3)[0]
     shard = tmp_path / "save" / "iter_0000003" / "rank_00000.safetensors"

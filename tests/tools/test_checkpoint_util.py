@@ -162,7 +162,7 @@ def test_the_vocabulary_is_padded_to_the_model_s_own_rows(entries, rows, multipl
         (["--loader", "hf", "--saver", "hf", "--verify"], 9, "--verify compares our model"),
     ],
 )
-def test_mistakes_say_what_to_mend(words, code, message, tmp_path: Path, capsys) -> None:
+def test_mistakes_say_what_to_fix(words, code, message, tmp_path: Path, capsys) -> None:
     given = ["--model-type", "GPT", "--saver", "native", "--load-dir", str(tmp_path)]
     assert util.main([*given, "--save-dir", str(tmp_path / "out"), *words]) == code
     assert message in capsys.readouterr().err
@@ -347,7 +347,7 @@ def training_flags(imported: Path, out: Path) -> list[str]:
     return [*TRAINING, *words]
 
 
-def test_training_goes_on_from_what_came_in_and_out_again(
+def test_training_continues_from_what_came_in_and_out_again(
     imported: Path, tmp_path: Path, capsys
 ) -> None:
     out, exported = tmp_path / "finetuned", tmp_path / "exported"

@@ -233,7 +233,7 @@ def test_a_small_phi_has_no_padding_token_outside_its_vocabulary(tmp_path):
     assert (config["model_type"], config["pad_token_id"]) == ("phi3", None)
 
 
-def test_dropouts_come_along_from_megatron(gpt, tmp_path):
+def test_dropout_rates_are_taken_over_from_megatron(gpt, tmp_path):
     """The golden run had no dropout; Megatron's default is 0.1."""
     assert convert("megatron", "hf", gpt, tmp_path / "o") == 0
     config = json.loads((tmp_path / "o" / "config.json").read_text())

@@ -95,7 +95,7 @@ def test_a_page_needs_a_place(capsys):
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written_is_told_at_once(tmp_path, capsys):
+def test_a_page_that_cannot_be_written_is_reported_at_once(tmp_path, capsys):
     place = tmp_path / "no folder" / "page.md"
     assert compare_layouts.main(["--out", str(place)]) == StorageError.exit_code
     assert capsys.readouterr().err.startswith(f"error: --out {place} cannot be written")

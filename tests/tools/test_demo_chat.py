@@ -63,11 +63,11 @@ def test_the_command_that_finetunes() -> None:
     ("answer", "counts"),
     [("Answer: nothing.", (1, 0)), ("Answer:", (0, 0)), ("The word is name.", (0, 0))],
 )
-def test_judgement(answer: str, counts: tuple[int, int]) -> None:
+def test_how_answers_are_judged(answer: str, counts: tuple[int, int]) -> None:
     assert demo_chat.judge(demo_chat.conversations(1), [answer]) == counts
 
 
-def test_all_steps_in_small(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_steps_at_toy_size(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_steps(monkeypatch, {**os.environ, "OMP_NUM_THREADS": "1"})
     monkeypatch.setattr(demo_chat, "QUESTIONS", 2)
     monkeypatch.setattr(demo_chat, "_CONVERSATIONS", 40)

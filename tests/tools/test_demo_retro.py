@@ -66,7 +66,7 @@ def test_the_steps_follow_from_the_number_of_iterations(
     assert plot.startswith("megatron plot --compare GPT=d/gpt.jsonl Retro=d/retro.jsonl ")
 
 
-def test_all_steps_in_small(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_steps_at_toy_size(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # An earlier test of this process may have used faiss, whose threads do not survive a fork.
     faiss = ["tools/retro/main.py"]
     fork_steps(monkeypatch, {**os.environ, "OMP_NUM_THREADS": "1"}, new_interpreters=faiss)

@@ -272,7 +272,7 @@ def test_source_code_has_lines_instead_of_sentences(
         ("--input one.jsonl --out out", DataError, r"the input has 1 document; give at leas"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_written(
+def test_mistakes_are_reported_before_anything_is_written(
     words: str,
     kind: type[Exception],
     message: str,

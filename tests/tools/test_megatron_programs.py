@@ -56,7 +56,7 @@ def test_every_flag_of_a_program_is_known(program: str) -> None:
         assert now - _known(old.successor) == set()
 
 
-def test_every_program_is_here_or_has_an_answer() -> None:
+def test_every_program_is_here_or_has_a_substitute() -> None:
     pages = [ROOT / "docs" / f"{page}.md" for page in ("coming-from-megatron", "compatibility")]
     named = set(re.findall(r"`([\w./*{},-]+\.(?:py|sh))`", "".join(p.read_text() for p in pages)))
     missing = [program for program in _PROGRAMS if not (ROOT / program).is_file()]

@@ -345,7 +345,7 @@ def test_old_formats_are_written_as_today_s(run, tmp_path, kind):
     assert contents(tmp_path) == want
 
 
-def test_input_without_a_document_is_said(run, tmp_path):
+def test_input_without_a_document_is_reported(run, tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [])
     code, _, err = run("--input", path)
     assert code == 0
@@ -360,7 +360,7 @@ def test_flags_of_old_scripts(run, tmp_path):
     assert len(output(tmp_path)) == 10
 
 
-def test_a_language_without_effect_is_said(run, tmp_path):
+def test_a_language_without_effect_is_reported(run, tmp_path):
     path = write_lines(tmp_path / "in.jsonl", [{"text": "hello"}])
     code, _, err = run("--input", path, "--lang", "german")
     assert code == 0

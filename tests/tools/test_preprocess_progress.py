@@ -81,7 +81,7 @@ _BASE = "--input x --output-prefix y --tokenizer-type NullTokenizer --vocab-size
         ("--workers 0 --json-keys a a", ["--workers 0: give", "--json-keys a a: give each key"]),
     ],
 )
-def test_all_bad_flags_are_told_at_once(words: str, problems: list[str]) -> None:
+def test_all_bad_flags_are_reported_at_once(words: str, problems: list[str]) -> None:
     options: Any = preprocess_data.build_parser().read(f"{_BASE} {words}".split())
     with pytest.raises(ConfigError) as caught:
         preprocess_data._check(options)
@@ -100,7 +100,7 @@ def test_flags_at_their_limits_are_accepted(words: str) -> None:
 
 
 @pytest.mark.parametrize("language", ["klingon", "English", ""])
-def test_a_language_that_punkt_does_not_know_is_told(
+def test_a_language_that_punkt_does_not_know_is_reported(
     language: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

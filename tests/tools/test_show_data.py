@@ -63,7 +63,7 @@ def test_statistics_and_documents(vocabulary, tmp_path, capsys):
     assert "document 3" not in text
 
 
-def test_a_first_document_or_sample_beyond_the_data_is_told(vocabulary, tmp_path, capsys):
+def test_a_first_document_or_sample_beyond_the_data_is_reported(vocabulary, tmp_path, capsys):
     prefix = write_gpt(tmp_path / "gpt")
     words = ["--data-path", prefix, "--seq-length", "8", *vocabulary, "--show", "documents"]
     assert "document 3, 9 tokens" in shown(capsys, *words, "--first", "3")
@@ -235,7 +235,7 @@ def test_a_page_replaces_no_file_unasked_and_names_a_folder_that_is_missing(
         (["--mock-data", "--seq-length", "4"], "--show statistics: give --data-path"),
     ],
 )
-def test_mistakes_are_told(words, told, vocabulary, capsys):
+def test_mistakes_are_reported(words, told, vocabulary, capsys):
     with pytest.raises(ConfigError, match=told):
         shown(capsys, *words, *vocabulary)
 

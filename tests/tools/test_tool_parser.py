@@ -41,7 +41,7 @@ def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_mistakes_are_told_all_at_once_with_the_code_of_a_config_error(capsys):
+def test_mistakes_are_reported_all_at_once_with_the_code_of_a_config_error(capsys):
     told = _refusal(capsys, "--gone", "1", "--tex", "a")
     assert told == "error: --gone: use --text\nerror: unknown flag --tex: did you mean --text?\n"
     assert "required: place" in _refusal(capsys, "--text", "a")
@@ -83,7 +83,7 @@ def test_values_that_look_like_flags():
         (["--workers", "x"], ["argument --workers: invalid int value: 'x'"]),
     ],
 )
-def test_a_misspelt_flag_is_named_before_those_that_are_missing(capsys, flags, lines):
+def test_a_misspelled_flag_is_named_before_those_that_are_missing(capsys, flags, lines):
     with pytest.raises(SystemExit) as left:
         preprocess_data.main(flags)
     assert left.value.code == 9

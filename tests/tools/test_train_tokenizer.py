@@ -214,7 +214,7 @@ def test_mistakes_are_named(tmp_path, capsys, texts, flags, code, message):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
-def test_a_tokenizer_that_is_there_stays(tmp_path, capsys, kind):
+def test_an_existing_tokenizer_stays(tmp_path, capsys, kind):
     source = write(tmp_path / "in.jsonl", TEXT)
     flags = ("--kind", kind, "--vocab-size", "280")
     (tmp_path / "t").mkdir()
@@ -250,7 +250,7 @@ def test_output_folder_that_is_a_file(tmp_path, capsys):
 
 @pytest.mark.parametrize("character", ["x", " ", "1", ".", "\u00e9"])
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
-def test_a_word_of_megabytes_is_learnt_from_in_seconds(tmp_path, character, kind):
+def test_a_word_of_megabytes_is_learned_from_in_seconds(tmp_path, character, kind):
     """Uncut, it would take the library time quadratic in its length."""
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps({"text": "some words " + character * (4 << 20)}) + "\n")

@@ -31,7 +31,7 @@ _WORDS = "embedding.word.weight"
         ("t5", _UNTIED, {_WORDS, "output.weight"}),
     ],
 )
-def test_what_stands_apart(kind: str, flag: str, apart: set[str]) -> None:
+def test_which_parameters_have_the_decoupled_rate(kind: str, flag: str, apart: set[str]) -> None:
     run = build_toy(Layout.single(), [*_APART, *flag.split()], kind)
     groups = [own.group for own in run.optimizer._groups]
     assert [(g.is_decayed, g.is_decoupled) for g in groups] == [
@@ -127,14 +127,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(saved: Path) -> No
     assert fingerprint(ours) == fingerprint(whole)
 
 
-def test_it_goes_on_in_another_layout(saved: Path) -> None:
+def test_it_continues_in_another_layout(saved: Path) -> None:
     expected = losses_of(Layout.single(), _APART)[3:]
     words = [*_APART, "--load", str(saved), "--zero-stage", "1"]
     for losses in run_sharing_memory(2, losses_of, words):
         assert largest_difference(losses, expected) < LOSS_TOLERANCE
 
 
-def test_a_rate_that_comes_or_goes_is_told(saved: Path) -> None:
+def test_a_rate_that_comes_or_goes_is_reported(saved: Path) -> None:
     load = ["--load", str(saved)]
     with pytest.raises(CheckpointError) as caught:
         build_toy(Layout.single(), load)

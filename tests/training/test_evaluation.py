@@ -42,7 +42,7 @@ def test_evaluations_may_begin_later(
 
 
 @pytest.mark.parametrize(("words", "position"), [([], 16), (["--skip-train"], 0)])
-def test_validation_goes_on_while_the_test_split_is_read_from_its_start(
+def test_validation_continues_while_the_test_split_is_read_from_its_start(
     words: list[str], position: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron also begins the validation split again with --skip-train."""

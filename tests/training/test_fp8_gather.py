@@ -195,7 +195,7 @@ def test_weights_that_have_not_arrived_are_cast_where_they_will():
 
 
 @pytest.mark.parametrize("recipe", ["", DELAYED], ids=["tensorwise", "delayed"])
-def test_checkpoints_hold_whole_weights_and_runs_go_on_from_them(tmp_path, recipe):
+def test_checkpoints_hold_whole_weights_and_runs_continue_from_them(tmp_path, recipe):
     words = f"{SHARED} {recipe} {OVERLAP}"
     saves = "--save-interval 1 --exit-interval 3 --async-save"
     folders = [tmp_path / name for name in ("theirs", "ours")]

@@ -78,7 +78,7 @@ def test_queries_find_their_blocks(tmp_path, monkeypatch):
     assert all(one <= two for one, two in zip(first, recorder.values("top2_acc"), strict=True))
 
 
-def test_training_goes_on_in_another_layout(tmp_path):
+def test_training_continues_in_another_layout(tmp_path):
     folder = str(tmp_path)
     words = [*PROJECTED.split(), "--save", folder, "--save-interval", "3", "--exit-interval", "3"]
     first = run_distributed(2, curves, [*words, "--micro-batch-size", "4"], tensor=2)[0]

@@ -68,7 +68,7 @@ def test_all_processes_leave_out_the_same(sizes: dict[str, int], cases: list[lis
             assert ours == expected
 
 
-def test_a_run_may_end_and_go_on_anywhere(tmp_path, capsys) -> None:
+def test_a_run_may_end_and_continue_anywhere(tmp_path, capsys) -> None:
     words = ["--iterations-to-skip", "1", "2", "4", "5", "--eval-iters", "0", "--save-interval"]
     _, run = train_toy(Layout.single(), [*words, "2", "--save", str(tmp_path / "whole")])
     # The second iteration is skipped with its checkpoint; the end is saved anyway.
@@ -92,7 +92,7 @@ def test_a_run_may_end_and_go_on_anywhere(tmp_path, capsys) -> None:
     assert " consumed samples:           16 | skipped samples:            8 | elapsed" in out
 
 
-def test_the_sample_order_goes_on_and_the_ids_tell_what_was_trained_on(tmp_path) -> None:
+def test_the_sample_order_continues_and_the_ids_tell_what_was_trained_on(tmp_path) -> None:
     words = ["--log-sample-ids", "--save-interval", "100", "--save"]
     train_toy(Layout.single(), [*words, str(tmp_path / "all")])
     recorder, _ = train_toy(Layout.single(), [*words, str(tmp_path / "some"), *_SKIP])

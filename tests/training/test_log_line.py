@@ -43,7 +43,7 @@ def test_training_line_is_megatrons_with_throughput_appended():
     )
 
 
-def test_optional_fields_stand_in_megatrons_order():
+def test_optional_fields_are_in_megatrons_order():
     line = _line(num_zeros=12, params_norm=34.5678, mfu=0.4567)
     assert "grad norm: 1.607 | num zeros: 12.0 | params norm: 34.568 | number of skipped" in line
     assert line.endswith("| MFU: 45.7% |")

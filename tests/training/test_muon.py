@@ -48,7 +48,7 @@ def test_resuming_is_exact(tmp_path, more):
         assert torch.equal(tensor, resumed.optimizer.named_tensors()[name][0]), name
 
 
-def test_every_layouts_checkpoint_goes_on_in_every_other(tmp_path):
+def test_every_layouts_checkpoint_continues_in_every_other(tmp_path):
     network = f"{MUON_DISTRIBUTED} --clip-grad 0"
     sizes = ((1, 1, 2, 1), (1, 1, 2, 3), (2, 1, 1, 0), (2, 1, 2, 3))
     expected, found = all_pairs(tuple(Grid(*each, network) for each in sizes), tmp_path)

@@ -230,7 +230,7 @@ def test_the_newest_state_is_opened(
         ("--save a --load a --ckpt-step 5", False),
     ],
 )
-def test_only_a_run_that_goes_on_asks_for_non_persistent_checkpoints(
+def test_only_a_run_that_continues_asks_for_non_persistent_checkpoints(
     words: str, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -341,7 +341,7 @@ def test_a_run_goes_back_to_its_own_state_only(
         ({"is_log_rank": False}, False),
     ],
 )
-def test_when_the_goodput_is_told(
+def test_when_the_goodput_is_reported(
     changes: dict[str, Any],
     is_told: bool,
     monkeypatch: pytest.MonkeyPatch,

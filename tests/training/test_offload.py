@@ -154,7 +154,7 @@ def _resumed(layout, folder, flags):
 
 @pytest.mark.parametrize("precision", ["--bf16", ""])
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
-def test_a_resumed_run_goes_on_to_the_bit(tmp_path, stage, precision):
+def test_a_resumed_run_continues_to_the_bit(tmp_path, stage, precision):
     flags = [OFFLOAD, "--zero-stage", stage, *precision.split()]
     for whole, again in run_sharing_memory(2, _resumed, tmp_path, flags):
         assert again[0] == whole[0][4:]

@@ -101,7 +101,7 @@ def test_dry_run_of_a_mixture_knows_its_exchange_and_its_device(capsys):
         assert answer in text
 
 
-def test_all_mistakes_are_told_at_once_and_nothing_runs(capsys):
+def test_all_mistakes_are_reported_at_once_and_nothing_runs(capsys):
     assert _main("--num-attention-heads", "5", "--lr", "fast", "--sead", "3") == 9
     errors = capsys.readouterr().err
     assert "--num-attention-heads" in errors
@@ -112,7 +112,7 @@ def test_all_mistakes_are_told_at_once_and_nothing_runs(capsys):
 @pytest.mark.parametrize(
     "flag", ["--save", "--tensorboard-dir", "--metrics-jsonl", "--profile-dir"]
 )
-def test_a_path_that_cannot_be_written_is_said_before_training(flag, tmp_path, capsys):
+def test_a_path_that_cannot_be_written_is_reported_before_training(flag, tmp_path, capsys):
     path = tmp_path / "file" / "below"
     path.parent.touch()
     more = ["--save-interval", "2", "--profile", "--profile-step-start", "2"]
@@ -132,7 +132,7 @@ def test_too_little_memory_says_what_helps(capsys):
     assert "--micro-batch-size" in error
 
 
-def test_kernels_are_there_before_processes_wait_for_each_other(monkeypatch):
+def test_kernels_are_compiled_before_processes_wait_for_each_other(monkeypatch):
     """Compiling takes a minute, which is not a hang."""
     order = []
 

@@ -151,7 +151,9 @@ def test_each_micro_batch_goes_where_its_recording_reads_it() -> None:
     assert torch.equal(recording.inputs["x"], torch.full((2, 4), 7.0))
 
 
-def test_who_cannot_be_recorded_hears_what_to_drop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_recorded_is_told_what_to_drop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(work: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -119,7 +119,7 @@ def test_a_transient_error_is_that_of_a_rank(
         assert len(events) == 1
 
 
-def test_a_run_goes_on_from_before_the_error(tmp_path: Path) -> None:
+def test_a_run_continues_from_before_the_error(tmp_path: Path) -> None:
     """The state before the update is saved, so the next start loses nothing."""
     flags = ["--save", str(tmp_path), "--save-interval", "100", "--hidden-dropout", "0.1"]
     straight = train_toy(Layout.single(), [*_ON, "--hidden-dropout", "0.1"])[1]

@@ -222,7 +222,7 @@ def test_another_order_of_samples_is_warned_of(saved, tmp_path, capsys):
     assert "changed since" not in capsys.readouterr().out
 
 
-def test_of_a_schedule_that_goes_on_as_saved_nothing_has_changed(saved, capsys):
+def test_nothing_has_changed_in_a_schedule_that_continues_as_saved(saved, capsys):
     taken = "--use-checkpoint-opt_param-scheduler"
     flags = ["--lr", "0.5", "--lr-warmup-init", "0.25", "--weight-decay", "0.5", taken]
     run = build_toy(Layout.single(), ["--load", str(saved), *flags])
@@ -259,7 +259,7 @@ def test_a_conversion_reports_what_megatron_cannot_continue(tmp_path, capsys):
     assert "--saver megatron: " not in capsys.readouterr().out
 
 
-def test_of_weights_that_no_run_has_trained_nothing_is_said_to_have_changed(
+def test_nothing_is_said_to_have_changed_for_weights_that_no_run_has_trained(
     saved, tmp_path, capsys
 ):
     folders, source = {}, f"native --load-dir {saved}"

@@ -51,7 +51,7 @@ def test_the_biases_make_a_difference(uninterrupted):
 
 
 @pytest.mark.parametrize("layout", _LAYOUTS)
-def test_a_resumed_run_goes_on_with_them(uninterrupted, layout, tmp_path):
+def test_a_resumed_run_continues_with_them(uninterrupted, layout, tmp_path):
     processes, sizes, flags = _LAYOUTS[layout]
     losses, biases = uninterrupted
     words = [*flags.split(), "--save", str(tmp_path)]

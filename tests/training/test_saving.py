@@ -113,7 +113,7 @@ def _count_late_copies(layout, flags):
     return _LateStream.copied
 
 
-def test_a_run_goes_on_from_a_save_in_the_background(tmp_path):
+def test_a_run_continues_from_a_save_in_the_background(tmp_path):
     words = ["--save", str(tmp_path), *EVERY_TWO, "--async-save"]
     whole = losses_of(Layout.single(), words)
     (tmp_path / TRACKER).write_text("4")

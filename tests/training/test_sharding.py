@@ -188,7 +188,7 @@ def test_a_sharded_checkpoint_loads_in_any_layout(tmp_path):
             assert losses == pytest.approx(whole[3:], rel=1e-3)
 
 
-def test_fp32_losses_go_on_after_resharding(tmp_path):
+def test_fp32_losses_continue_after_resharding(tmp_path):
     whole = run_sharing_memory(4, _train, ["--zero-stage", "1"])[0][0]
     run_sharing_memory(4, _train, ["--zero-stage", "1", *_steps(tmp_path)])
     for size, flags in ((1, []), (2, STAGE_2)):

@@ -57,7 +57,7 @@ def test_values_that_hardly_vary_make_no_spikes_of_others() -> None:
     assert watch.limit("negative") == pytest.approx(-0.9)
 
 
-def test_a_window_that_was_saved_goes_on() -> None:
+def test_a_window_that_was_saved_continues() -> None:
     watch, other = _watch(), _watch()
     for loss in (5.0, 6.0, 9.0, 7.0, 7.5):
         watch.add({"lm loss": loss})

@@ -60,7 +60,7 @@ def test_schedules_in_tokens_are_those_in_samples() -> None:
     assert run.schedules.learning_rate.in_tokens
 
 
-def test_tokens_are_saved_and_gone_on_with(tmp_path: Path) -> None:
+def test_tokens_are_saved_and_continued(tmp_path: Path) -> None:
     words = "--train-tokens 384 --lr-decay-tokens 320 --lr-warmup-tokens 100 --save-interval 3"
     flags = [*words.split(), "--lr-warmup-fraction", "none", "--save", str(tmp_path)]
     whole = train_toy(Layout.single(), flags)[1]
@@ -89,7 +89,7 @@ def test_a_schedule_in_tokens_is_not_converted_to_one_in_samples(
 
 
 @pytest.mark.parametrize("before", ["curriculum", "batch"])
-def test_a_run_that_goes_on_with_other_batches_has_all_its_samples(
+def test_a_run_that_continues_with_other_batches_has_all_its_samples(
     before: str, tmp_path: Path
 ) -> None:
     words = ["--train-tokens", "640", "--save", str(tmp_path), "--save-interval", "4"]

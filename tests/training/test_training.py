@@ -292,7 +292,7 @@ def test_another_network_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "expected"), [((), 1234), (("--no-load-rng",), 99)])
-def test_dropout_goes_on_from_the_checkpoint_unless_told_otherwise(tmp_path, flags, expected):
+def test_dropout_continues_from_the_checkpoint_unless_told_otherwise(tmp_path, flags, expected):
     save = ["--save", str(tmp_path), "--save-interval", "1"]
     train_toy(Layout.single(), [*save, "--exit-interval", "1"])
     run = build_toy(Layout.single(), ["--load", str(tmp_path), "--seed", "99", *flags])

@@ -210,7 +210,7 @@ def test_a_network_that_core_would_compute_differently_is_refused(flag):
         ),
     ],
 )
-def test_a_factor_that_core_s_script_does_not_read_is_told(factor, notices):
+def test_a_factor_that_core_s_script_does_not_read_is_reported(factor, notices):
     flags = f"--position-embedding-type rope --use-rope-scaling --rope-scaling-factor {factor}"
     parsed = parse(f"{flags} --save x --save-interval 1 --ckpt-format torch_dist")
     assert list(unsupported_by_core(parsed.config.model)) == []

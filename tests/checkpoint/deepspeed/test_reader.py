@@ -153,7 +153,7 @@ def _load(layout, native, words):
     return run.progress.iteration == 2
 
 
-def test_training_goes_on_with_the_losses_of_our_own_checkpoint(natives, tmp_path):
+def test_training_continues_with_the_losses_of_our_own_checkpoint(natives, tmp_path):
     native = natives("mixture")
     to_deepspeed(open_checkpoint(native), tmp_path, Form(zero=1, data=2, experts=2))
     words = ["--eval-iters", "0", "--num-layers", "4", *NETWORKS["mixture"]]

@@ -159,7 +159,7 @@ def test_logits_are_the_model_s_in_every_layout(sizes, tmp_path):
         torch.testing.assert_close(order, expected.seq_relationship_logits, **close)
 
 
-def test_the_first_files_name_norms_otherwise(tmp_path):
+def test_the_first_files_have_other_names_for_norms(tmp_path):
     """They use gamma and beta, position ids, and both matrices of the head in full."""
     model = save("BertForPreTraining", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -187,7 +187,7 @@ def test_the_first_files_name_norms_otherwise(tmp_path):
         ({"type_vocab_size": 3}, "type_vocab_size 3"),
     ],
 )
-def test_what_our_bert_has_not_is_refused(change, message, tmp_path):
+def test_what_our_bert_lacks_is_refused(change, message, tmp_path):
     save("BertModel", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
@@ -212,7 +212,7 @@ TRAINING = """
 """.split()
 
 
-def test_pretraining_goes_on_from_the_folder_itself(tmp_path, capsys):
+def test_pretraining_continues_from_the_folder_itself(tmp_path, capsys):
     """Our tokenizer's two extra entries get rows: the mean of the others."""
     model = save("BertForPreTraining", tmp_path / "a")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -198,7 +198,7 @@ def test_logits_are_the_model_s_in_every_layout(form, sizes, split, tmp_path):
         ),
     ],
 )
-def test_what_our_t5_has_not_is_refused(change, message, tmp_path):
+def test_what_our_t5_lacks_is_refused(change, message, tmp_path):
     save("1.1", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
@@ -240,7 +240,7 @@ TRAINING = """
 
 
 @pytest.mark.parametrize("length", [24, 600])
-def test_training_goes_on_from_the_folder_itself(length, tmp_path, capsys):
+def test_training_continues_from_the_folder_itself(length, tmp_path, capsys):
     """Exported with the original's config.json. Positions are unlimited: 600 tokens work too."""
     model = save("1.1", tmp_path / "a", own_head=True)
     places = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]

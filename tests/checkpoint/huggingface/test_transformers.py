@@ -440,7 +440,7 @@ def test_loss_and_generated_text_match_transformers(name: str, tmp_path: Path) -
     assert [tokens_of(events[str(i)]) for i in range(len(prompts))] == texts
 
 
-def test_verify_finds_another_model_out(tmp_path: Path) -> None:
+def test_verify_detects_another_model(tmp_path: Path) -> None:
     case = CASES["llama"]
     folder = write_folder(tmp_path / "a", case.config, tensors_of(case))
     other = write_folder(tmp_path / "b", case.config, tensors_of(case, seed=1))

@@ -114,7 +114,7 @@ def test_weights_and_moments_of_every_tower_are_read(tmp_path, shared):
             assert torch.equal(state, 2 * theirs)
 
 
-def test_training_goes_on_from_it(tmp_path):
+def test_training_continues_from_it(tmp_path):
     tree = write(tmp_path, shared=False)
     words = ["--biencoder-projection-dim", "8", "--load", str(tmp_path), "--finetune"]
     run = build_toy(Layout.single(), words, "ict")

@@ -197,7 +197,7 @@ def test_the_payloads_do_work_elsewhere(tmp_path):
     (tmp_path / MARK).unlink()
 
 
-def test_the_name_asked_for_is_told():
+def test_the_name_asked_for_is_reported():
     with pytest.raises(CheckpointError, match=r"names posix\.system"):
         read_pickle(CORPUS["os.system"], "file")
 

@@ -178,7 +178,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_run_that_saves_so_goes_on_from_it(tmp_path, name):
+def test_a_run_that_saves_so_continues_from_it(tmp_path, name):
     processes, sizes, flags = LAYOUTS[name]
     (expected,) = run_distributed(processes, losses_of, [*TOY, *flags], **sizes)[-1:]
     first = run_distributed(processes, losses_of, [*TOY, *flags, *SAVES, str(tmp_path)], **sizes)
@@ -221,7 +221,7 @@ def _t5_losses(layout, flags):
     return train_toy(layout, [*T5_RUN, *flags], "t5")[0].values("lm loss")
 
 
-def test_a_t5_in_three_stages_goes_on_in_one(tmp_path):
+def test_a_t5_in_three_stages_continues_in_one(tmp_path):
     split = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-split-rank 1".split()
     expected = _t5_losses(Layout.single(), [])
     saves = [*SAVES, str(tmp_path)]
@@ -285,7 +285,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 
-def test_a_converted_run_goes_on_as_from_the_original(golden, tmp_path, monkeypatch):
+def test_a_converted_run_continues_as_from_the_original(golden, tmp_path, monkeypatch):
     """Weights, moments, schedule and position carry over: the next losses are bit for bit the
     same."""
     monkeypatch.chdir(golden)

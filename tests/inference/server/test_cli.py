@@ -147,7 +147,7 @@ def test_errors_say_what_to_do(
     ],
     ids=["page", "list", "404", "nothing", "half", "chunks"],
 )
-def test_what_is_no_whole_answer_is_told(
+def test_what_is_no_whole_answer_is_reported(
     answer: bytes, out: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listener = socket.create_server(("127.0.0.1", 0))

@@ -33,7 +33,7 @@ def closed(tokenizer_folder: Path) -> Iterator[Live]:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json", "/api", "/nowhere"])
-def test_nothing_is_told_without_the_token(closed: Live, path: str) -> None:
+def test_nothing_is_revealed_without_the_token(closed: Live, path: str) -> None:
     for header in ("", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x"):
         answer = closed.client.get(path, headers={"Authorization": header})
         assert answer.status_code == 401

@@ -128,7 +128,7 @@ def _told(answer: httpx.Response) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("fields", "message"), BROKEN, ids=lambda value: str(value)[:40])
-def test_a_broken_rule_is_told_in_megatrons_words(
+def test_a_broken_rule_is_reported_in_megatrons_words(
     live: Live, legacy: Live, fields: dict[str, Any], message: str
 ) -> None:
     body = {"prompts": [TEXT], **fields}
@@ -144,7 +144,7 @@ def test_broken_prompts_are_400_in_both_forms(
 
 
 @pytest.mark.parametrize(("body", "message"), TOO_MUCH, ids=lambda value: str(value)[:40])
-def test_too_much_is_told_in_megatrons_words(
+def test_too_much_is_reported_in_megatrons_words(
     live: Live, legacy: Live, body: dict[str, Any], message: str
 ) -> None:
     assert _told(live.put(body)) == (422, message)

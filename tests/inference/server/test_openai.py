@@ -309,7 +309,7 @@ def test_the_passages_that_a_retro_reads_are_in_its_answers(
     assert "passages" not in choice
 
 
-def test_a_long_name_is_not_told_back(live: Live) -> None:
+def test_a_long_name_is_not_echoed(live: Live) -> None:
     answer = live.post("/v1/completions", {"prompt": "x", "y" * 100_000: 1})
     assert answer.status_code == 400
     assert len(answer.content) < 500
@@ -379,7 +379,7 @@ def test_what_is_refused_is_named(live: Live, path: str, body: dict[str, Any], f
     assert error["type"] == "invalid_request_error"
 
 
-def test_a_bound_is_told_in_full(live: Live) -> None:
+def test_a_bound_is_reported_in_full(live: Live) -> None:
     answer = live.post("/v1/completions", {"prompt": TEXT, "seed": -1})
     assert answer.json()["error"]["message"] == f"seed -1: give 0 to {2**63 - 1}"
 

@@ -260,7 +260,7 @@ def test_the_page_is_served_with_a_strict_policy(live: Live, path: str) -> None:
     assert "unsafe" not in policy
 
 
-def test_continue_goes_on_from_the_text_so_far(page: Page, quick: Live) -> None:
+def test_continue_resumes_from_the_text_so_far(page: Page, quick: Live) -> None:
     _open(page, quick, **DESKTOP)
     assert page.ask("document.getElementById('continue').disabled")
     page.ask("document.getElementById('max_tokens').value = 5")
@@ -291,7 +291,7 @@ def test_continue_goes_on_from_the_text_so_far(page: Page, quick: Live) -> None:
     assert not page.problems
 
 
-def test_a_prompt_that_is_too_long_is_told_with_both_numbers(page: Page, quick: Live) -> None:
+def test_a_prompt_that_is_too_long_is_reported_with_both_numbers(page: Page, quick: Live) -> None:
     _open(page, quick, **DESKTOP)
     page.write("x" * 250)
     page.press("Enter", ctrl=True)
@@ -306,7 +306,9 @@ def test_a_prompt_that_is_too_long_is_told_with_both_numbers(page: Page, quick: 
     assert page.ask(_text("#status")) == "Max new tokens: give an integer."
 
 
-def test_a_server_that_is_gone_is_told_with_a_remedy(page: Page, tokenizer_folder: Path) -> None:
+def test_a_server_that_is_gone_is_reported_with_a_remedy(
+    page: Page, tokenizer_folder: Path
+) -> None:
     engine = FakeEngine()
     with running(engine, make_settings(tokenizer_folder, engine)) as live:
         _open(page, live, **DESKTOP)

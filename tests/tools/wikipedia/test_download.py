@@ -46,7 +46,7 @@ def test_the_newest_dump_is_found_and_verified(
     assert [file.name for file in tmp_path.iterdir()] == [NAME]
 
 
-def test_a_broken_connection_goes_on_where_it_ended(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_broken_connection_continues_where_it_ended(mirror: Mirror, tmp_path: Path) -> None:
     mirror.breaks_after = [3_000_000, 0, 2_000_000, 0, 0, 0]
     with serving(mirror) as url:
         assert _main(url, tmp_path) == 0
@@ -145,7 +145,7 @@ def test_md5_where_there_is_no_sha1(mirror: Mirror, tmp_path: Path) -> None:
         assert find_dump("eo", "latest", url) == Source(url + PATH, Checksum("md5", digest))
 
 
-def test_what_is_not_there_is_said(
+def test_what_is_not_there_is_reported(
     mirror: Mirror, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(mirror) as url:
@@ -201,7 +201,7 @@ def test_flags_are_checked_first(
     assert message in capsys.readouterr().err
 
 
-def test_a_disk_that_is_too_small_is_said_first(
+def test_a_disk_that_is_too_small_is_reported_first(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 9}))

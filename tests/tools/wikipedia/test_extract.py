@@ -164,7 +164,7 @@ def test_a_kill_loses_at_most_a_part(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert len(_lines(out)) == 400
 
 
-def test_another_dump_does_not_go_on_there(tmp_path: Path) -> None:
+def test_another_dump_does_not_continue_there(tmp_path: Path) -> None:
     (tmp_path / "out.unfinished").mkdir()
     (tmp_path / "out.unfinished" / "extraction.json").write_text('{"dump": "b", "parts": [{}]}')
     source = write_dump(tmp_path / "a.xml.bz2", articles(2))
