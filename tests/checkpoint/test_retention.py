@@ -1,13 +1,24 @@
 """Old checkpoints are deleted; the newest and those being read stay."""
 
+import hashlib
+import json
 import os
+import zipfile
+import zlib
 
 import pytest
 
 from megatron.checkpoint import store
-from megatron.checkpoint.find import TRACKER, CheckpointFolder, list_checkpoints
+from megatron.checkpoint.find import COMPLETE, TRACKER, CheckpointFolder, list_checkpoints
 from megatron.checkpoint.loading import open_checkpoint, open_folder
-from megatron.checkpoint.retention import RetentionPolicy, lock_for_reading, prune
+from megatron.checkpoint.retention import (
+    RetentionPolicy,
+    is_as_listed,
+    list_files,
+    lock_for_reading,
+    prune,
+)
+from megatron.checkpoint.shard import digest_of
 from megatron.checkpoint.store import Snapshot, write_checkpoint
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
@@ -184,6 +195,40 @@ def test_a_folder_that_cannot_be_listed_costs_nothing(tmp_path, monkeypatch, cap
         in capsys.readouterr().err
     )
     assert _iterations(tmp_path) == [1, 2]
+
+
+def test_files_are_listed_with_a_digest_of_their_zip_directory(tmp_path):
+    index, data = tmp_path / ".metadata", tmp_path / "mp_rank_00" / "model.pt"
+    data.parent.mkdir()
+    index.write_bytes(b"index")
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("a", b"123")
+    (tmp_path / "__0_0.distcp").write_bytes(b"incomplete")
+    (tmp_path / "link.pt").symlink_to(data)
+    (tmp_path / "other").write_bytes(b"not listed")
+    text = list_files(tmp_path)
+    records = json.dumps([["a", 3, zlib.crc32(b"123")]]).encode()
+    assert json.loads(text)["files"] == {
+        ".metadata": hashlib.sha256(b"index").hexdigest(),
+        "mp_rank_00/model.pt": digest_of(records),
+        "__0_0.distcp": "",
+        "link.pt": "",
+    }
+    (tmp_path / COMPLETE).write_bytes(text)
+    assert is_as_listed(tmp_path)
+    index.write_bytes(b"other")
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp and 2 more unchanged .*\.metadata w"):
+        is_as_listed(tmp_path)
+    (tmp_path / COMPLETE).write_text('{"files": {".metadata": "x"}}')
+    assert not is_as_listed(tmp_path)  # all have been rewritten
+
+
+def test_a_list_of_files_has_at_most_16_mebibytes(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"x")
+    text = list_files(tmp_path)
+    for length, is_read in ((16 << 20, True), ((16 << 20) + 1, False)):
+        (tmp_path / COMPLETE).write_bytes(text.strip().rjust(length))
+        assert is_as_listed(tmp_path) == is_read
 
 
 def test_without_a_manifest_there_is_nothing_to_hold(tmp_path):

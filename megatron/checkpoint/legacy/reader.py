@@ -231,14 +231,14 @@ class LegacyReader(Reader):
             )
         dim = self._arrangement.split_dim(_parameter_of(name))
         pieces = []
-        for file, ref, expert in parts if dim is not None or experts else parts[:1]:
+        for file, ref, expert in parts:
+            if dim is None and file.tensor_rank:
+                continue  # the same as the first rank's
             file.zip.find(ref)
             shape = self._arrange(name, torch.empty(ref.shape, device="meta")).shape
             offset = [0] * len(shape)
             if dim is not None:
                 offset[dim] = file.tensor_rank * shape[dim]
-            elif file.tensor_rank:
-                continue  # the same as the first rank's
             box = Box(tuple(offset), tuple(shape))
             if expert is not None:
                 index = file.expert_rank * experts + expert

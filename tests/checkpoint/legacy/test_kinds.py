@@ -126,9 +126,15 @@ def pack(parameters, ranks, buckets):
 
 def test_a_distributed_optimizer_without_its_file(tmp_path, capsys):
     model = whole_model()
-    write(tmp_path, Form(), model, optimizer={"optimizer": {"param_groups": []}})
+    path = write(tmp_path, Form(tensor=2), model, optimizer={"optimizer": {"param_groups": []}})
     assert_read(tmp_path, model, kinds={})
     assert "distrib_optim.pt is missing: only the weights are read" in capsys.readouterr().err
+    for has_none, told in (("mp_rank_01", True), ("mp_rank_00", False)):
+        tree = torch.load(path / has_none / FILE, weights_only=False)
+        del tree["optimizer"]
+        torch.save(tree, path / has_none / FILE)
+        assert_read(tmp_path, model, kinds={})
+        assert ("is missing" in capsys.readouterr().err) == told
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
