@@ -7,7 +7,7 @@ import socket
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at now, below the system's ephemeral range.
+    """Return a port that nobody listens on now, below the system's ephemeral range.
 
     The system could give an ephemeral port to another test's connection before the caller listens.
     """

@@ -4,11 +4,11 @@
     python -m tests.kernels.sanitize tests/kernels/test_norm.py  the tests of some files
     python -m tests.kernels.sanitize --quick                     one variant of each test
 
-The kernels are compiled with both sanitizers. Findings are
-reads and writes outside a tensor or outside shared memory, misaligned accesses, and undefined
-behavior. The command runs one file after another, and prints a table of what each file ran and
-found, and then every finding. It exits with 1 if there is a finding, a failed test, or a kernel
-that no test calls. It needs nvcc (for its headers) and g++ with libasan and libubsan.
+The kernels are compiled with both sanitizers. Findings are reads and writes outside a tensor or
+outside shared memory, misaligned accesses, and undefined behavior. The command runs one file after
+another, and prints a table of what each file ran and found, and then every finding. It exits with 1
+if there is a finding, a failed test, or a kernel that no test calls. It needs nvcc (for its
+headers) and g++ with libasan and libubsan.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def environment(reports: Path | None = None) -> Mapping[str, str]:
     """Return the environment of a process that loads a library with sanitizers.
 
     Args:
-        reports: Where the reports go, as the beginning of the files' names. The process then goes
-            on after a report. By default the first report goes to stderr and ends the process.
+        reports: Where the reports go, as the beginning of the files' names. The process
+            then continues after a report. By default, the first report goes to stderr and ends
+            the process.
     """
     found = []
     for name in _LIBRARIES:

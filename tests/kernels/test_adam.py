@@ -47,7 +47,7 @@ def exact(tensors, numbers):
 
 
 def check(tensors, numbers, library):
-    """Check errors relative to the larger of old and new: where they nearly cancel, to the old."""
+    """Check errors relative to the larger of the old and new values, which may nearly cancel."""
     expected = exact(tensors, numbers)
     columns = (tensors.weights, tensors.exp_avg, tensors.exp_avg_sq)
     before = [[x.double() for x in row] for row in zip(*columns, strict=True)]

@@ -170,7 +170,7 @@ TENSORWISE = {"bf16": True, "fp8_format": "hybrid"}
 @pytest.mark.parametrize("flags", [WIDE, OLD], ids=["llama", "gpt"])
 @pytest.mark.parametrize("wgrad", [True, False])
 def test_a_model_gives_the_same_bits(counting, flags, wgrad, monkeypatch):
-    """Handed over or recomputed; only weights and attention's output are measured separately."""
+    """Handed-over amaxes change no bit; only weights and attention's output are measured."""
 
     def run():
         counting.measured = 0
@@ -178,7 +178,7 @@ def test_a_model_gives_the_same_bits(counting, flags, wgrad, monkeypatch):
         return loss_and_gradients(model), counting.measured
 
     result, passes = run()
-    assert passes == 2 * (4 + 1)  # layers: four weights, one activation
+    assert passes == 2 * (4 + 1)  # layers: four weights, attention's output
     monkeypatch.setattr(FusedAmax, "pop", lambda *_: None)
     again, passes = run()
     assert passes == 2 * 4 * 3

@@ -133,7 +133,7 @@ def test_a_source_that_does_not_compile_is_quoted(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
-    """Make a library a script written by `_fake`. A test that needs a real one undoes this."""
+    """Run scripts written by `_fake` as libraries. A test that needs a real one undoes this."""
     monkeypatch.setattr(building, "_command", lambda *words: [sys.executable, words[1], *words])
 
 
@@ -257,8 +257,8 @@ def test_a_failing_compiler_is_quoted(tmp_path, monkeypatch):
     assert find_built("sm_90a", tmp_path / "cache", pytest.fail) is None
 
 
-def test_a_compiler_that_speaks_in_another_encoding_is_quoted(tmp_path, monkeypatch):
-    """Messages quote sources."""
+def test_messages_of_a_compiler_in_another_encoding_are_quoted(tmp_path, monkeypatch):
+    """Compilers quote source lines, which may have any encoding."""
     script = (
         VERSIONS
         + """
@@ -437,7 +437,7 @@ runpy.run_path("setup.py", run_name="__main__")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Return a Hopper for `find_library`; there is none."""
+    """Let `find_library` find a Hopper GPU that does not exist, and return it."""
     device = SimpleNamespace(
         is_gpu=True, capability=(9, 0), name="a card", as_current=contextlib.nullcontext
     )

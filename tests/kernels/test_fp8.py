@@ -53,7 +53,7 @@ def test_values_above_an_earlier_amax_saturate():
 def test_kernels_equal_the_plain_form(kernels, shape, dtype, fp8):
     library, device = kernels
     ours, x = choose_fp8_casts(library), matrix(shape, dtype, device)
-    plain, amax = x.cpu(), ours.amax(x)  # on a GPU, PyTorch divides by multiplying with the inverse
+    plain, amax = x.cpu(), ours.amax(x)  # on a GPU, PyTorch multiplies by the inverse
     held = amax.cpu()
     assert torch.equal(held, REFERENCE.amax(plain))
     same(ours.cast(x, amax, fp8), REFERENCE.cast(plain, held, fp8))
@@ -123,9 +123,8 @@ def test_what_is_not_finite_does_not_saturate_while_measuring(kernels, wrong):
             assert values[at].isnan()
             assert values.isfinite().sum() == values.numel() - 1
         assert not found.isfinite().any()
-        again = casts.cast(
-            torch.ones_like(x), held, E4M3, running_amax=found[1]
-        )  # it is not forgotten
+        # Later finite values do not reset it.
+        again = casts.cast(torch.ones_like(x), held, E4M3, running_amax=found[1])
         assert again.dequantized().isfinite().all()
         assert not found.isfinite().any()
 

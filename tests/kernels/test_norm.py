@@ -68,7 +68,7 @@ def test_norm_equals_float64(case, x_dtype, weight_dtype):
 
 
 def test_bf16_statistics_are_fp32():
-    """bf16 sums would lose the mean of 1 + 2^-9 steps; only the result may be rounded."""
+    """bf16 sums would lose the mean and its small deviations; only the result may be rounded."""
     x = torch.linspace(100, 101, 4096).bfloat16()
     weight, bias = torch.ones(4096).bfloat16(), torch.zeros(4096).bfloat16()
     expected = layer_norm_exact(x.double(), weight.double(), bias.double(), 1e-5).bfloat16()

@@ -75,7 +75,7 @@ def test_a_scaled_table_is_that_of_scaled_frequencies():
 
 
 def test_dynamic_ntk_is_a_larger_base_for_longer_sequences():
-    """For all positions, or for each by the length of its own sequence."""
+    """There is one base for all positions, or one for each by the length of its own sequence."""
     ntk, positions = DynamicNtk(3.0, 16), torch.arange(S)
 
     def base(length):

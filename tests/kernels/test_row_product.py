@@ -76,7 +76,7 @@ def random(rows, columns, dtype=BF16):
 
 @pytest.mark.parametrize("cut", [1, 4])
 def test_a_weight_keeps_one_family_and_one_cut(cut) -> None:
-    """If k is cut, rows come in pieces, because the parts take memory; k is always cut in two."""
+    """If k is cut, it is cut in two, and many rows are split, because the parts take memory."""
     library = _Library(cut=cut)
     multiply = RowProduct(library)
     weight, bias = random(16, 64), random(16, 1).flatten()

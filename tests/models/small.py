@@ -98,7 +98,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def kept_for_backward(layer: nn.Module) -> Iterator[dict[int, int]]:
-    """Collect the bytes of each storage that autograd keeps, by address, but not of weights."""
+    """Collect the bytes of each storage that autograd keeps, by address, except for weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""What flags make of a network's plan, where no number of a trained network would show it."""
+"""How flags change a network's plan, where no result of a trained network would show it."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_stacked_matrices_are_sent_in_the_rows_that_each_process_holds(monkeypat
 
 
 def test_the_cost_of_a_matrix_is_that_of_its_product_with_itself():
-    """Per step, X X^T of `[rows, columns]` takes rows^2 x columns, of the shorter side's rows."""
+    """Per step, X X^T of `[rows, columns]` costs rows^2 x columns; rows is the shorter side."""
     costs = [cost_of(_spec(shape)) for shape in ((8, 32), (32, 8), (16, 16), (3, 8, 32))]
     assert costs == [8 * 8 * 32, 8 * 8 * 32, 16**3, 3 * 8 * 8 * 32]
 

@@ -134,7 +134,7 @@ def test_experts_fold_the_ranks_of_a_stage(world, sizes):
 
 @pytest.mark.parametrize(("world", "sizes"), GRIDS, ids=str)
 def test_experts_fold_the_same_ranks_of_a_stage_in_either_order(world, sizes):
-    """Numbering the ranks otherwise moves each process and its partners to other numbers."""
+    """Another order renumbers the ranks, and leaves each process with the same partners."""
     before = [Layout.at(rank, world, **sizes) for rank in range(world)]
     after = [Layout.at(rank, world, **sizes, pipeline_before_data=True) for rank in range(world)]
     places = [

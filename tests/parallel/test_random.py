@@ -16,7 +16,7 @@ def _axis(rank: int, size: int = 2):
 
 
 def _draw(rank: int, *sites: int | str, seed: int = 1) -> list[torch.Tensor]:
-    """Return numbers drawn before, inside each region, and after."""
+    """Return numbers drawn before the regions, inside each, and after them."""
     torch.manual_seed(seed)
     drawn = [torch.rand(4)]
     for site in sites:

@@ -80,7 +80,7 @@ def _joined(ranks, is_sharded):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_stages_give_the_same_bits(size, dtype):
-    """With several micro-batches, stage 2 adds in another order, so this uses one."""
+    """With several micro-batches, stage 2 adds in a different order, so use a single one."""
     reference = _joined(run_distributed(size, _reduce, dtype, 1, 0, False), False)
     assert all(len(values) for values in reference.values())
     norm = sum(value * value for values in reference.values() for value in values)
@@ -103,7 +103,7 @@ def test_micro_batches_add_up(stage):
 
 
 def _sum_of(name, alone):
-    """Return update 1, which uses seeds 1 to 4, as do two processes with two micro-batches each."""
+    """Return update 1, with the same seeds 1 to 4 as two processes of two micro-batches each."""
     return alone[name][1]
 
 

@@ -123,7 +123,7 @@ def _waits_seen(layout, sign):
     return seen, layout.journal.started, layout.journal.waits_for
 
 
-def test_what_pytorch_waits_for_stands_in_the_journal(tmp_path):
+def test_what_pytorch_waits_for_is_in_the_journal(tmp_path):
     """Forward gathers 4 layers and the rest, backward gathers 3 layers again; all are reduced."""
     (seen, *first), (_, *second) = run_distributed(2, _waits_seen, tmp_path / "sign")
     assert ("all-gather", (0, 1)) in seen

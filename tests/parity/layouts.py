@@ -384,8 +384,9 @@ def compare(
     """Train in processes as `case` says, and on one; return the differences.
 
     Args:
+        case: The layout and the training.
         run: Starts the processes, and determines how they communicate.
-        iterations: For a shorter training than the case's own.
+        iterations: The length of the training, if it is not the case's own.
     """
     expected = single_process(case.network, case.kind, iterations)
     got = run(case.processes, train_curves, case.words(iterations), case.kind, **case.sizes)

@@ -2,8 +2,9 @@
 
 One process trains two iterations and saves. Each layout loads that and saves it as its own; then
 each layout loads each of these. Every element of every parameter and moment, on every rank, must
-equal the one process's, bit for bit, and so must the position. The next loss of each layout must
-match the one process's up to summation order; it is computed once, as equal bits give equal losses.
+equal the single process's, bit for bit, and so must the position. The next loss of each layout must
+match the single process's up to summation order. It is computed once, as equal bits give equal
+losses.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Loaded:
 
 
 def all_pairs(grids: tuple[Grid, ...], root: Path) -> tuple[float, dict[tuple[Grid, Grid], Loaded]]:
-    """Return one process's next loss, and what every layout found in every layout's checkpoint."""
+    """Return a single process's next loss, and what each layout found in each one's checkpoint."""
     expected = _one_process(root, grids[0].network)
     for grid in grids:
         _in_processes(grid, _take_over, root)

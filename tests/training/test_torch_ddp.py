@@ -48,7 +48,7 @@ def _waits_seen(layout):
     return [(t.kind, t.ranks) for t in seen], run.layout.journal.started
 
 
-def test_what_pytorch_waits_for_stands_in_the_journal():
+def test_what_pytorch_waits_for_is_in_the_journal():
     for seen, started in run_distributed(2, _waits_seen):
         assert seen == [("all-reduce", (0, 1))] * len(seen)
         assert seen
