@@ -16,13 +16,21 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.kernels.segments import Segments
 from megatron.models.bert import BertModel
+from megatron.models.biencoder import BiEncoderModel
 from megatron.models.gpt import GPTModel
 from megatron.models.plans import model_plan
+from megatron.models.retro import RetroModel
 from megatron.models.t5 import T5Model
 from tests.models.small import new_context
 
 _VOCABULARY, _LENGTH, _DECODER, _BATCH = 128, 20, 12, 2
-_NETWORKS: dict[str, type[Any]] = {"gpt": GPTModel, "bert": BertModel, "t5": T5Model}
+_NETWORKS: dict[str, type[Any]] = {
+    "gpt": GPTModel,
+    "bert": BertModel,
+    "t5": T5Model,
+    "retro": RetroModel,
+    "ict": BiEncoderModel,
+}
 
 
 def results_of(model: ModelConfig) -> list[float]:
@@ -33,7 +41,8 @@ def results_of(model: ModelConfig) -> list[float]:
     two documents in its first sample, and its results without them follow.
     """
     kind = model.architecture
-    model = dataclasses.replace(model, hidden_dropout=0.0, attention_dropout=0.0)
+    names = [field.name for field in dataclasses.fields(model) if field.name.endswith("_dropout")]
+    model = dataclasses.replace(model, **dict.fromkeys(names, 0.0))
     network = _NETWORKS[kind](model_plan(model, _VOCABULARY), new_context(model))
     for name, parameter in network.named_parameters():
         _fill(name, parameter)
@@ -46,10 +55,21 @@ def results_of(model: ModelConfig) -> list[float]:
         for mask in (Segments.of(ends, tokens), None):
             results += _losses_and_gradients(network, network(tokens, None, labels, mask))
         logits = _evaluate(network, tokens)
+    elif kind == "retro":
+        chunks = (_BATCH, 2, model.retro_num_neighbors, 2 * model.chunk_length)
+        neighbors = torch.from_numpy(_random("neighbors").integers(_VOCABULARY, size=chunks))
+        texts = _random("texts").integers(_VOCABULARY, size=(_BATCH, 2 * model.chunk_length + 1))
+        tokens, labels = torch.from_numpy(texts[:, :-1]), torch.from_numpy(texts[:, 1:])
+        results += _losses_and_gradients(network, network(tokens, neighbors, labels=labels))
+        logits = _evaluate(network, tokens, neighbors)
     else:
         padding = torch.ones(_BATCH, _LENGTH, dtype=torch.bool)
         padding[1, -4:] = False
-        if kind == "t5":
+        if kind == "ict":
+            vectors = network(tokens, padding, labels, padding)
+            losses = (vectors.queries @ vectors.contexts.t()).square()
+            logits = _evaluate(network, tokens, padding, labels, padding).contexts
+        elif kind == "t5":
             given = (tokens, labels[:, :_DECODER], padding)
             losses = network(*given, labels[:, 1 : _DECODER + 1])
             logits = _evaluate(network, *given)
