@@ -124,6 +124,36 @@ def test_drafts_do_not_reach_beyond_the_trained_context() -> None:
     assert row.tokens == (4, 5, 6)
 
 
+@pytest.mark.parametrize(
+    ("reuses_cache", "has_states", "rows"),
+    [
+        (True, False, [(0, 6)]),
+        (False, False, [(0, 6), (0, 2)]),
+        (True, True, [(0, 6), (0, 2)]),
+        (False, True, [(0, 6), (0, 2)]),
+    ],
+)
+def test_sequences_wait_only_for_a_block_that_they_will_reuse(
+    reuses_cache: bool, has_states: bool, rows: list[tuple[int, int]]
+) -> None:
+    scheduler = Scheduler(replace(SETTINGS, has_states=has_states))
+    scheduler.add(*(Sequence("r", [1, 2, 3, 4, 5, 6], reuses_cache) for _ in range(2)))
+    assert carry_out(scheduler) == rows
+
+
+def test_a_fork_counts_no_cached_tokens_of_its_own() -> None:
+    """Those of its prompt were counted for the sequence from which it was forked."""
+    scheduler = Scheduler(replace(SETTINGS, max_sequences=1))
+    parent = Sequence("r", list(range(9)))
+    scheduler.add(parent)
+    while carry_out(scheduler):
+        pass
+    child = scheduler.fork(parent, [*range(9), 20])
+    scheduler.remove(parent)
+    assert carry_out(scheduler) == [(8, 2)]
+    assert (child.cached, child.prompt_length) == (0, 9)
+
+
 def test_sequences_that_begin_alike_share_full_blocks() -> None:
     scheduler = Scheduler(SETTINGS)
     first, second = Sequence("r", [1, 2, 3, 4, 5, 6]), Sequence("r", [1, 2, 3, 4, 5, 7])
