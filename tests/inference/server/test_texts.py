@@ -378,3 +378,32 @@ def test_long_texts_that_wait_are_counted_by_client_and_together() -> None:
         return found
 
     assert asyncio.run(results()) == [200, 200, 429, 200, 429, 429, 200]
+
+
+def test_a_process_limits_itself_and_the_text_of_a_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+    memory = SimpleNamespace(
+        RLIMIT_AS=9, getpagesize=lambda: 4096, setrlimit=lambda *limit: told.append(limit)
+    )
+    pages = SimpleNamespace(read_text=lambda encoding: "7 3 2 1")
+    handlers = SimpleNamespace(SIGINT=2, SIG_IGN=1, signal=lambda *handler: told.append(handler))
+    monkeypatch.setattr(texts, "resource", memory)
+    monkeypatch.setattr(texts, "Path", lambda path: pages)
+    monkeypatch.setattr(texts, "signal", handlers)
+    monkeypatch.setattr(texts, "os", SimpleNamespace(nice=told.append))
+    template = "{{ messages[0]['content'] }}"
+    run_job = texts._prepare(Setup(LIMITS, 3, template=template, special={}, max_bytes=5))
+    most = 7 * 4096 + LIMITS.text_memory
+    assert told == [3, (2, 1), (9, (most, most))]
+    for text, shown in (("abcd", "abcd"), ("abcde", "abcde"), ("abcdefgh", "abcdef")):
+        job = Job(messages=({"role": "user", "content": text},))
+        assert run_job(job) == Result(text=shown)
+
+
+def test_as_many_bytes_are_taken_as_tokens_may_have(tokenizer_folder: Path) -> None:
+    settings = _settings(tokenizer_folder, FakeEngine())
+    tokenizer = build_tokenizer(settings.tokenizer)
+    longest = max(len(entry.encode()) for entry in tokenizer.vocab)
+    assert Texts(settings, tokenizer, 256)._max_bytes == 256 * (longest + 1)
