@@ -68,7 +68,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object],
 ) -> Generator[None, object, object]:
-    """Seed what several tests share by its own name, whichever test asks for it first."""
+    """Seed a shared fixture by its own name, whichever test asks for it first."""
     if fixturedef.scope == "function":
         return (yield)
     import numpy as np

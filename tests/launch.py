@@ -149,6 +149,9 @@ def start_ranks(
 
     Args:
         argv: What would follow `python`: a file or `-m module`, and its flags.
+        environment: The environment variables of all ranks, except those of torchrun.
+        outputs: A file for each rank's stdout.
+        errors: A file for each rank's stderr.
         port: The port at which they meet. By default, a free one.
         preexec: Called in each rank before it begins, for example to set limits.
         new_interpreter: Whether each rank is a new interpreter, which imports everything again.

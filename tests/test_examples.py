@@ -54,6 +54,7 @@ class Toy:
     Attributes:
         environment: The variables for a GPT's examples.
         sentences: The variables for a BERT's or T5's examples.
+        prefix: The path of the corpus, without a suffix.
     """
 
     environment: dict[str, str]

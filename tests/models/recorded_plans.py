@@ -1,7 +1,7 @@
 """Plans, costs and results of many networks, to compare them with recorded ones.
 
-`python -m tests.models.recorded_plans` records them again, after a change of plans or costs that
-is intended. `python -m tests.models.recorded_plans gpt FLAGS` prints the plan of one network.
+`python -m tests.models.recorded_plans` records them again after an intended change of plans or
+costs. `python -m tests.models.recorded_plans gpt FLAGS` prints the plan of one network.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _parse(name: str, program: Program) -> ModelConfig:
     return parse_config(words, world_size=1, program=program, architecture=kind).config.model
 
 
-def told(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """Return a plan as plain values, without the fields that have their default values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
@@ -109,16 +109,16 @@ def told(value: Any) -> Any:
             if field.compare
         }
         defaults = {field.name: field.default for field in dataclasses.fields(value)}
-        kept = {name: told(one) for name, one in fields.items() if one != defaults[name]}
+        kept = {name: plain_values(one) for name, one in fields.items() if one != defaults[name]}
         return {"": type(value).__name__, **kept}
     if isinstance(value, list | tuple):
-        return [told(one) for one in value]
+        return [plain_values(one) for one in value]
     return value if value is None or isinstance(value, int | float | str) else repr(value)
 
 
 def digest_of(plan: ModelPlan) -> str:
     """Return a digest of everything in a plan that is not a default value."""
-    return hashlib.sha256(json.dumps(told(plan), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(plain_values(plan), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def costs_of(plan: ModelPlan) -> dict[str, list[int]]:
@@ -178,7 +178,7 @@ def record() -> dict[str, Any]:
 def main() -> None:
     """Print one plan, or record all plans again."""
     if len(sys.argv) > 1:
-        print(json.dumps(told(plan_of(" ".join(sys.argv[1:]))), indent=1))
+        print(json.dumps(plain_values(plan_of(" ".join(sys.argv[1:]))), indent=1))
         return
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in record().items())
     FILE.write_text(f"{{\n{lines}\n}}\n")

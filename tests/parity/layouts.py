@@ -34,6 +34,7 @@ class LayoutCase:
 
     Attributes:
         processes: The number of processes; those that the three sizes do not use are data parallel.
+        tensor, context, pipeline: The sizes of the grid.
         flags: More flags of the layout, which change no number.
         network: More flags, which the single process also gets.
         kind: The kind of network.

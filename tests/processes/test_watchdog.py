@@ -65,7 +65,7 @@ def _unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _polls_briefly(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let it wait for a sign of life of the others for a moment; whoever asks it is patient."""
+    """Let the watchdog wait only a moment for signs of life, but let its callers wait long."""
     poll = dog._poll_states
 
     def briefly() -> tuple[dict[int, watchdog.State | None], frozenset[int]]:
@@ -206,7 +206,7 @@ def test_a_rank_that_polls_the_others_is_not_silent(monkeypatch: pytest.MonkeyPa
     states = dog._states
 
     def look() -> dict[int, watchdog.State | None]:
-        """Look as late as a busy machine needs."""
+        """Read the states once the other process has changed its own, for up to a minute."""
         with suppress(AssertionError):
             wait_until(lambda: not looks or states()[1] != looks[0][1], 60.0)
         looks.append(states())

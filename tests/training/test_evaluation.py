@@ -81,7 +81,7 @@ def _held_out(layout: Layout, words: list[str], skip: int) -> dict[str, float] |
 def test_its_batches_contain_the_same_samples_as_smaller_ones(
     sizes: dict[str, int], words: list[str]
 ) -> None:
-    """Two batches of 12 samples, by 3 in a micro-batch, are six batches of 4, by 1."""
+    """Two batches of 12 in micro-batches of 3 hold the same samples as six batches of 4."""
     larger = [*words, *_LARGER, "--eval-iters", "2"]
     expected = _held_out(Layout.single(), ["--eval-iters", "6"], 24)
     assert expected is not None

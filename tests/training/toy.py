@@ -105,6 +105,9 @@ def build_toy(
     """Return a run of the toy model of this kind; later flags override the toy's own.
 
     Args:
+        layout: The layout.
+        arguments: Flags in addition to the toy's.
+        kind: The kind of network.
         device: The device, by default the one that `tests.distributed` selects.
     """
     size, rank = layout.world.size, layout.world.rank
