@@ -130,7 +130,7 @@ def test_processes_of_a_machine_share_its_cores(
     monkeypatch: pytest.MonkeyPatch, processes: int, cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6 + pid)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 12)  # of which this process may use 6
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)  # this process may use 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     assert cores_per_process() == cores
     if processes:

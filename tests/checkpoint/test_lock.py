@@ -125,7 +125,7 @@ def test_a_process_is_known_by_its_start_where_there_are_no_locks(tmp_path, monk
             pass
 
         def gone(_, number):
-            assert number == 0  # which sends nothing
+            assert number == 0  # signal 0 sends nothing
             raise ProcessLookupError
 
         monkeypatch.setattr(os, "kill", gone)

@@ -88,7 +88,7 @@ def test_workers_outlive_the_jobs_signals_and_end_with_the_loader() -> None:
 def test_workers_start_and_end_on_a_system_that_does_not_say_who_sent_a_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delattr(signal, "sigtimedwait")  # also of the workers, which are forked
+    monkeypatch.delattr(signal, "sigtimedwait")  # for the workers too, which are forked
     others = set(multiprocessing.active_children())
     batches = build_loader(DATASET, CyclicSampler(40, 0, 4), num_workers=1, seed=1)
     next(batches)

@@ -254,7 +254,7 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_classifier(
             assert "give another path" in said
         assert megatron([*words, str(source)]) == 9
         assert "is also the input: give another name" in capsys.readouterr().err
-    monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")  # which is refused
+    monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")  # a key with a space is refused
     assert megatron([*words, str(tmp_path / "out.jsonl")]) == 9
     assert not (tmp_path / "out.jsonl").exists()
 

@@ -38,7 +38,7 @@ HANDED_ON = {
     "precision.fp16_lm_cross_entropy",
     *(f"parallel.{name}" for name in ("async_tensor_model_parallel_allreduce", "cp_comm_type")),
     "parallel.distribute_saved_activations",
-    "parallel.zero_stage",  # of which 3 is refused
+    "parallel.zero_stage",  # stage 3 is refused
     "precision.first_last_layers_bf16",  # needs --fp8-format, which is refused
     *(f"training.recompute_{name}" for name in ("activations", "granularity")),
     "training.cuda_graph_impl",  # refused without a GPU, which records by default

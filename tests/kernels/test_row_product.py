@@ -135,7 +135,7 @@ def test_a_row_has_the_same_bits_among_any_others(dtype, weight_shape, with_bias
 
 
 def test_a_weight_that_the_library_does_not_take_is_reported_once(caplog) -> None:
-    multiply = RowProduct(None)  # type: ignore[arg-type]  # which is not asked
+    multiply = RowProduct(None)  # type: ignore[arg-type]  # the library is not asked
     x, weight = (torch.randn(rows, 8, generator=fresh()).to(BF16) for rows in (3, 5))
     with caplog.at_level(logging.WARNING):
         for count in (3, 2):

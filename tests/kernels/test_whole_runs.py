@@ -58,7 +58,7 @@ def test_losses_are_those_of_the_plain_forms(
     plain, _ = train_toy(Layout.single(), words, kind)
     library = Noting(emulated)
     choice = LibraryChoice(library, "emulated")
-    for module in ("parallel.build", "models.head", "optimizer.optimizer"):  # which ask for one
+    for module in ("parallel.build", "models.head", "optimizer.optimizer"):  # all that need one
         monkeypatch.setattr(f"megatron.{module}.find_library", lambda _: choice)
     fused, _ = train_toy(Layout.single(), words, kind)
     assert library.used >= _ALWAYS | further

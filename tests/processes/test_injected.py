@@ -137,7 +137,7 @@ def test_faults_of_a_step_strike_once_in_it(monkeypatch: pytest.MonkeyPatch) -> 
     nn.init.ones_(weight.weight)
     words = ("step:0:2:slow=0.5", "step:0:3:hang", "step:0:2:flip", "step:0:1:exit=0.001")
     journal: Journal = FaultyJournal(None, [Fault.parse(text) for text in words])
-    attach_faults(Journal(None), [weight])  # which has no faults
+    attach_faults(Journal(None), [weight])  # this journal has no faults
     attach_faults(journal, [weight, nn.Linear(1, 1)])
     changed = []
     for step in (1, 2, 3):

@@ -505,7 +505,7 @@ def test_a_position_is_in_our_code_outside_communication(files: list[str], posit
     [
         (2, 0, "[rank 2] exits: rank 0 ended the run: a disk is full"),
         (3, 0, None),  # rank 2 says it for this machine
-        (2, 3, None),  # whose log has the error itself
+        (2, 3, None),  # its log has the error itself
     ],
 )
 def test_the_first_rank_of_another_machine_says_why_it_exits(

@@ -183,7 +183,7 @@ def test_a_hang_that_another_process_announced_ends_this_one(
     assert dog.calls == expected + ["delay", ("exit", code, text)] * ends
     assert len(list(tmp_path.iterdir())) == ends
     if not ends:
-        assert dog._has_verdict()  # which it does not read again
+        assert dog._has_verdict()  # the verdict is not read again
         assert dog.calls == expected
 
 

@@ -125,7 +125,7 @@ def test_failures_are_recorded_until_a_person_starts_the_run(tmp_path: Path) -> 
     log.disown()
     log.record(killed)
     other = CrashLog(tmp_path / "gone")
-    other.record(killed)  # which must not fail
+    other.record(killed)  # must not fail without a folder
     other.clear()
     assert (other.loop(), other.skipped) == (None, [])
     assert "rank 1" not in log.path.read_text()

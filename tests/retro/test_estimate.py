@@ -92,7 +92,7 @@ def test_the_panel_of_a_whole_run(
             )
         )
 
-    new = tmp_path / "new" / "folder"  # which does not exist yet
+    new = tmp_path / "new" / "folder"  # a folder that does not exist yet
     saved = {"retro_query_num_neighbors_save": 10**4}
     # In half a second, a process cuts the 7 chunks from the middle of the larger dataset onward,
     # and embeds 4 chunks after a first batch.

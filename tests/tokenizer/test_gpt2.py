@@ -218,7 +218,7 @@ def test_a_compiled_file_that_others_may_have_written_is_not_used(tiny, cache_fo
     expected = build_tokenizer(tiny).tokenize("a tale of two cities")
     (compiled,) = cache_folder.glob("*.tiktoken")
     _swap_two_entries(compiled)
-    assert build_tokenizer(tiny).tokenize("a tale of two cities") != expected  # if all is ours
+    assert build_tokenizer(tiny).tokenize("a tale of two cities") != expected  # ours is used
     (planted,) = cache_folder.glob("*.tiktoken")
     match attack:
         case "folder":

@@ -173,7 +173,7 @@ def test_the_longest_word_and_the_ends_of_texts(small, monkeypatch):
     assert (tokenizer.bos, tokenizer.eos) == (_ENTRIES.index("<s>"), _ENTRIES.index("</s>"))
 
 
-@pytest.mark.parametrize("entry", ["中b", "\u4e00b", "\u9fffb"])  # also the first and the last
+@pytest.mark.parametrize("entry", ["中b", "\u4e00b", "\u9fffb"])  # and first and last ones
 def test_an_entry_with_any_chinese_character_has_no_mark_within_a_word(small, monkeypatch, entry):
     monkeypatch.setattr(wordpiece, "_segmenter", lambda: str.split)
     Path(small).write_text("\n".join([*_ENTRIES, entry]))

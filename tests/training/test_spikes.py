@@ -108,7 +108,7 @@ def test_an_update_with_a_spike_changes_nothing(spoil: Any, capsys: Any) -> None
     assert all(_skipping(Layout.single(), [["--bf16"], per_token]))
     out = capsys.readouterr().out
     assert out.count(" skipped the update: iteration 8: lm loss ") == 2
-    assert ", grad norm " in out  # which is also a spike
+    assert ", grad norm " in out  # the norm is a spike too
     assert "(training sample ids 29)" in out
     assert "(training sample ids 28, 29)" in out  # those of the micro-batch
     assert "number of skipped iterations:   1" in out

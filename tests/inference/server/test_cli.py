@@ -80,7 +80,7 @@ def test_a_model_is_chosen_by_its_name(chatty: Live, capsys: pytest.CaptureFixtu
     ("piped", "code", "out", "error"),
     [
         ("東x".encode(), 0, "東x東", ""),
-        ("東x東".encode()[:-1], 0, "東x東", ""),  # as `head -c` ends it
+        ("東x東".encode()[:-1], 0, "東x東", ""),  # cut as by `head -c`
         (b"caf\xe9 x", 1, "", "error: the text is not UTF-8"),
     ],
     ids=["whole", "cut", "latin-1"],
