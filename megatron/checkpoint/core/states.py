@@ -10,7 +10,12 @@ import re
 from typing import Any
 
 from megatron.checkpoint.entries import Json
-from megatron.checkpoint.legacy.writer import device_state, group_settings, random_states
+from megatron.checkpoint.legacy.writer import (
+    STAGE_STRIDE,
+    device_state,
+    group_settings,
+    random_states,
+)
 from megatron.config.run import ModelRun
 
 _EXPERT_SEED = 1024  # as in Megatron Core
@@ -57,9 +62,10 @@ def core_random_states(
         width: The expert-tensor-parallel rank, among the ranks that split an expert.
     """
     states = random_states(seed, iteration, stage, tensor_rank)
+    base = seed + STAGE_STRIDE * stage
     states["rng_tracker_states"] |= {
-        "data-parallel-rng": device_state(seed, iteration),
-        "expert-parallel-rng": device_state(seed + _EXPERT_SEED + 100 * expert + width, iteration),
+        "data-parallel-rng": device_state(base, iteration),
+        "expert-parallel-rng": device_state(base + _EXPERT_SEED + 100 * expert + width, iteration),
     }
     return states
 

@@ -47,7 +47,7 @@ from megatron.durable import Check, remove_tree, storage_errors, sync_folder
 from megatron.errors import CheckpointError
 from megatron.parallel.layout import Layout
 
-_STAGE_STRIDE = 100  # distance between the seeds of stages, as in Megatron
+STAGE_STRIDE = 100  # distance between the seeds of stages, as in Megatron
 _TENSOR_OFFSET = 2718
 _NUMBERS_PER_ITERATION = 1 << 32  # by which a GPU's generator is advanced; a multiple of 4
 
@@ -439,7 +439,7 @@ def random_states(seed: int, iteration: int, stage: int, tensor_rank: int) -> di
         stage: The pipeline stage.
         tensor_rank: The tensor-parallel rank.
     """
-    base = seed + _STAGE_STRIDE * stage
+    base = seed + STAGE_STRIDE * stage
     kind, keys, *rest = np.random.RandomState(base).get_state(legacy=True)
     model_parallel = base + _TENSOR_OFFSET + tensor_rank
     return {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.checkpoint.entries import Box, LazyTensor
+from megatron.checkpoint.entries import Box, LazyTensor, flatten, model_state
 from megatron.checkpoint.huggingface.families import families
 from megatron.checkpoint.huggingface.rules import (
     SAME,
@@ -12,9 +12,18 @@ from megatron.checkpoint.huggingface.rules import (
     ParameterRule,
     TensorConversion,
     grouped,
+    parameter_shapes,
 )
 from megatron.checkpoint.huggingface.settings import Settings
+from megatron.config.model import ModelConfig
+from megatron.models.bert import BertModel
+from megatron.models.gpt import GPTModel
+from megatron.models.plans import model_plan
+from megatron.models.t5 import T5Model
+from megatron.parallel.build import BuildContext
+from megatron.parallel.layout import Layout
 from tests.checkpoint.huggingface.models import CASES
+from tests.config.command import parse
 
 
 def test_queries_keys_and_values_are_ordered_by_group() -> None:
@@ -105,3 +114,40 @@ def test_a_lazy_tensor_reads_when_it_is_used_and_keeps_nothing() -> None:
     assert torch.equal(values, read())
     assert torch.equal(tensor + 1, read() + 1)
     assert len(reads) == 4
+
+
+def _built(model: ModelConfig, vocab: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters and saved buffers of a network without memory."""
+    network = {"bert": BertModel, "t5": T5Model}.get(model.architecture, GPTModel)
+    context = BuildContext(Layout.single(), device=torch.device("meta"))
+    built = network(model_plan(model, vocab), context)
+    return {
+        name.removeprefix("model."): tuple(entry.global_shape)
+        for name, entry in flatten(model_state([built]))
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_are_those_of_the_network(name: str) -> None:
+    config = CASES[name].config
+    described = families()[config["model_type"]].read(Settings(config, "config.json"))
+    shapes = parameter_shapes(model_plan(described.model, described.vocab))
+    assert shapes == _built(described.model, described.vocab)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags"),
+    [
+        ("gpt", "--mtp-num-layers 2 --position-embedding-type rope"),
+        ("gpt", "--mtp-num-layers 1 --position-embedding-type none --normalization RMSNorm"),
+        ("gpt", "--untie-embeddings-and-output-weights --swiglu --add-qkv-bias"),
+        ("gpt", "--num-experts 4 --moe-shared-expert-intermediate-size 8 --moe-router-topk 2"),
+        ("bert", ""),
+        ("t5", "--decoder-seq-length 16 --decoder-num-layers 2"),
+    ],
+)
+def test_shapes_are_those_of_networks_that_hugging_face_lacks(
+    architecture: str, flags: str
+) -> None:
+    model = parse(flags, architecture=architecture).config.model
+    assert parameter_shapes(model_plan(model, 128)) == _built(model, 128)
