@@ -494,7 +494,7 @@ def test_the_teacher_is_no_part_of_the_run(teacher: str) -> None:
 
 
 def test_a_token_with_a_single_known_id_counts_as_known() -> None:
-    """With a weight of 1, its cross entropy has no gradient, even if the id is 0."""
+    """At --kd-loss-alpha 1, its labels have no cross-entropy gradient, even if the id is 0."""
     logits = torch.randn(1, 2, 11, generator=torch.Generator().manual_seed(3)).requires_grad_()
     labels = torch.tensor([[1, 2]])
     batch = TokenBatch(labels, labels, torch.ones(1, 2), labels)

@@ -62,7 +62,7 @@ def test_rewards_of_chosen_answers_grow() -> None:
     ids=["tensor", "sequence", "pipeline", "context", "zero"],
 )
 def test_every_layout_equals_one_process(sizes: dict[str, int], words: str) -> None:
-    """Either all weights are trained, or adapters and the head."""
+    """Train either all weights, or adapters and the head."""
     for both in run_sharing_memory(2, _both, f"{REWARDS} {words}", **sizes):
         for found, lora in zip(both, ("", LORA), strict=True):
             expected = one_process(lora)

@@ -68,7 +68,7 @@ def test_flash_blocks_equal_plain_blocks(groups, size, dtype):
 @pytest.mark.parametrize("form", ["flash", "plain"])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_blocks_drop_the_same_weights_in_both_directions(form, groups):
-    """Like the CPU test of the same name; the flash kernel's masks come from its counter."""
+    """Repeat the CPU test of this name; the flash kernel's masks come from its counter."""
     forward, backward = {
         "flash": (flash_forward, flash_backward),
         "plain": (reference_forward, reference_backward),
@@ -143,7 +143,7 @@ def test_a_query_without_keys_changes_nothing_on_a_gpu():
 @pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
 def test_two_processes_train_on_documents_as_one_does(comm_type):
-    """In bf16, with NCCL communication; each document has 31 of the 128 tokens."""
+    """Train in bf16 and communicate over NCCL; each document has 31 of the 128 tokens."""
     words = "pretrain_gpt.py --config examples/gpt_tiny.yaml --bf16 --attention-dropout 0 "
     words += "--hidden-dropout 0 --vocab-size 30 --seq-length 128 --max-position-embeddings 128 "
     words += "--reset-attention-mask --reset-position-ids --global-batch-size 8"

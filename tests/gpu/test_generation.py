@@ -110,7 +110,7 @@ def test_recorded_steps_equal_unrecorded_ones(further: tuple[str, ...]) -> None:
     ids=["dense", "mixture", "sinks", "chunks", "latent"],
 )
 def test_results_do_not_depend_on_the_batch(further: tuple[str, ...]) -> None:
-    """Neither tokens nor log-probability bits depend on it, for prompts and generated text."""
+    """Compare the tokens and all bits of the log probabilities of prompts and generated text."""
     scored = replace(SAMPLING, max_new_tokens=3, prompt_logprobs=True)
     both = [*ASKED, *(replace(r, id=f"scored {r.id}", sampling=scored) for r in ASKED[:6])]
     together = drain(engine(OPTIONS, further), both)
@@ -162,7 +162,7 @@ def adapted(options: EngineOptions) -> BatchEngine:
 
 
 def test_answers_of_adapters_do_not_depend_on_the_batch() -> None:
-    """Equal to the bit, recorded or not; requests without an adapter are unaffected."""
+    """Answers are bit-identical, recorded or not, also those of requests without an adapter."""
     asked = [replace(request, adapter=i % 4) for i, request in enumerate(ASKED)]
     recorded = adapted(OPTIONS)
     found = drain(recorded, asked)

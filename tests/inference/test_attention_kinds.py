@@ -111,7 +111,7 @@ def test_greedy_tokens_are_those_of_a_model_without_a_cache(network: str) -> Non
 
 @pytest.mark.parametrize("size", [9, 8])
 def test_chunks_of_attention_do_not_depend_on_the_steps(size: int) -> None:
-    """In small steps, with drafts, after texts were preempted, and with a shared prefix."""
+    """Compare small steps, drafts, preempted texts, and a shared prefix."""
     loaded = toy(_CHUNKS.replace("size 9", f"size {size}"))
     shared = tuple(range(40, 61))
     asked = [*PROMPTS[:4], shared, (*shared, 3), (*shared[:-1], 9), shared[:12], *PROMPTS[:2]]

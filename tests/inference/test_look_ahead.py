@@ -47,7 +47,7 @@ LAST = [
 
 @pytest.mark.parametrize("cache_tokens", [512, 72])
 def test_answers_are_the_same(folder: Path, cache_tokens: int) -> None:
-    """With a cache for all sequences, and with one so small that some are preempted."""
+    """The cache has room for all sequences, or is so small that some are preempted."""
     options = replace(OPTIONS, cache_tokens=cache_tokens)
     plain, engine = (toy_engine(folder, options, looks_ahead=ahead) for ahead in (False, True))
     for requests in (all_kinds(), LAST):

@@ -85,7 +85,7 @@ def _engine(name, folder):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_do_not_depend_on_the_batch(name, tmp_path):
-    """Alone, in batches of 32, and all 256 at once: greedy, and sampled with a seed."""
+    """Compare texts alone, in batches of 32, and all 256 at once, greedy and with a seed."""
     engine = _engine(name, tmp_path)
     asked = [
         Request(str(i), prompt, greedy(8, temperature=0.0 if i % 2 else 1.0, seed=i))

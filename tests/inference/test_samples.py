@@ -300,7 +300,7 @@ def test_several_samples_for_each_prompt_of_a_file(
 
 
 def test_copies_of_the_model_share_the_work_and_write_the_same(model: Path, tmp_path: Path) -> None:
-    """Also if a single process wrote the beginning, or if a copy is split over two processes."""
+    """A single process may have written the beginning, and a copy may be split over two."""
     alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
     flags = ("--load", model, "--num-samples", 9, "--out-seq-length", 8, "--max-batch-size", 1)
     assert generate_samples_gpt.main([*map(str, flags), "--genfile", str(alone)]) == 0

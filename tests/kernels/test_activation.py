@@ -51,7 +51,7 @@ def test_a_gate_may_be_cut_off_and_its_counterpart_moved(name, clamp, offset):
     gate, up = (x + bias).double().chunk(2, dim=-1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    # With an up of 1, the result is what the definition does to the gate.
+    # With an up projection of 1, the result is the definition applied to the gate.
     alone = DEFINITIONS[name](torch.cat((gate, torch.ones_like(gate)), dim=-1))
     torch.testing.assert_close(found.double(), alone * (up + offset), rtol=1e-5, atol=1e-6)
 

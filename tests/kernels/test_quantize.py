@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: nearest values, which are stable under rounding again; the kernel."""
+"""Weights in 8 or 4 bits: the nearest values, which rounding again does not change; the kernel."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_values_are_the_nearest_ones(form, dtype):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantizing_twice_changes_nothing(form, dtype):
-    """So a checkpoint may store the values, and a run resumes with the same bits."""
+    """A checkpoint may therefore store the values, and a run resumes with the same bits."""
     matrix = (torch.randn(256, 4 * BLOCK) * torch.logspace(-3, 1, 256)[:, None]).to(dtype)
     codes, scales = quantize(matrix, form)
     values = dequantize(codes, scales, form)

@@ -205,7 +205,7 @@ PLANS = [
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("plain", [False, True])
 def test_other_ways_to_the_same_bits(sequence, plain):
-    """With dropout: a second run, every recomputation mode, and communication without overlap."""
+    """With dropout, compare a second run, each recomputation mode, and unoverlapped messages."""
     flags = {**DROPOUT, "masked_softmax_fusion": not plain}
     cases = [(flags, sequence), (flags, sequence), *((flags, sequence, plan) for plan in PLANS)]
     cases.append((flags, sequence, None, None, False))

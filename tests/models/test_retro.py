@@ -161,7 +161,7 @@ def test_dropout_is_drawn_again_by_recomputation():
 
 
 def test_flops_of_cross_attention_are_counted():
-    """Three times the forward pass, in which a product of matrices takes 2 FLOPs per weight."""
+    """Training takes three times the forward pass, a product 2 FLOPs per weight and row."""
     plan = model_plan(config(**FLAGS), VOCAB)  # width 16, chunks of 4 tokens, 3 neighbors of 8
     # Queries and outputs of 16 tokens, and keys and values of 4 chunks' 24 tokens of neighbors.
     counted = ChunkedCrossAttention.flops(plan.layers[5].cross_attention, 16, 0)
@@ -173,7 +173,7 @@ def test_flops_of_cross_attention_are_counted():
 
 
 def test_activations_of_cross_attention_are_counted():
-    """On each of 2 tensor-parallel and 2 context-parallel ranks, for 2 sequences of 16 tokens."""
+    """Count them on a rank of 2 tensor and 2 context ranks, for 2 sequences of 16 tokens."""
     plan = model_plan(config(**FLAGS), VOCAB)  # 4 chunks of 4 tokens, with 3 neighbors of 8
     micro = MicroBatch(sequences=2, length=16, tensor=2, context=2, width=2)
     reads_neighbors = plan.layers[5].cross_attention

@@ -313,7 +313,7 @@ def test_the_split_and_the_samples(words: list[str], tmp_path: Path) -> None:
 def test_the_network_that_embeds(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both flags can name it, in the format of --bf16 or --fp16. Megatron-LM masks its words."""
+    """Either flag can name it; --bf16 or --fp16 set its format. Megatron-LM masks its words."""
     asked: list[EmbedderOptions] = []
     monkeypatch.setattr(command, "build_embedder", lambda options, _: asked.append(options))
     words += ["--retro-workdir", str(tmp_path / "w"), "--retro-bert-batch-size", "7"]

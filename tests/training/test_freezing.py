@@ -190,7 +190,7 @@ def _refused_load(layout, flags):
 
 
 def test_weights_that_were_frozen_have_no_states_to_continue_with(tmp_path):
-    """All processes refuse, also those that update other weights."""
+    """All processes refuse, including those that update other weights."""
     common = "--eval-iters 0 --train-iters 1 --zero-stage 1"
     saved = f"{common} --freeze embedding.position layers.0.attention.output.bias"
     train_toy(Layout.single(), f"{saved} --save {tmp_path} --save-interval 1".split())

@@ -330,7 +330,7 @@ T5 = """
 
 
 def test_a_t5_with_adam_s_moments(tmp_path):
-    """Written with two tensor ranks under Megatron's names, and read back bit for bit."""
+    """Write it with two tensor ranks under Megatron's names, and read it back bit for bit."""
     config = parse_config(T5, world_size=1, architecture="t5").config
     model = build_model(T5Model, config, run_context(config, Layout.single(), Device.cpu()), 64)
     state = {}

@@ -1,4 +1,4 @@
-"""Send thousands of requests without the token, spelled so that their paths might pass as open.
+"""Send thousands of requests that lack the token and whose paths are spelled to pass as open.
 
     python -m tests.inference.server.strangers localhost:5000 --requests 5000
 
