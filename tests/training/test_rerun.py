@@ -119,10 +119,11 @@ def test_a_transient_error_is_that_of_a_rank(
         assert len(events) == 1
 
 
-def test_a_run_continues_from_before_the_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["--hidden-dropout 0.1", _MIXTURE], ids=["dropout", "mixture"])
+def test_a_run_continues_from_before_the_error(words: str, tmp_path: Path) -> None:
     """The state before the update is saved, so the next start loses nothing."""
-    flags = ["--save", str(tmp_path), "--save-interval", "100", "--hidden-dropout", "0.1"]
-    straight = train_toy(Layout.single(), [*_ON, "--hidden-dropout", "0.1"])[1]
+    flags = ["--save", str(tmp_path), "--save-interval", "100", *words.split()]
+    straight = train_toy(Layout.single(), [*_ON, *words.split()])[1]
     told, code, *_ = _faulty(Layout.single(), flags, {}, "forward:0:5:nan")
     assert code == 17
     assert "the checkpoint of iteration 4 is saved" in told
