@@ -124,6 +124,15 @@ def test_a_curve_is_smoothed_over_seven_losses() -> None:
     )
 
 
+@pytest.mark.parametrize(("count", "half_width"), [(30, 2), (89, 2), (90, 3), (119, 3), (120, 4)])
+def test_longer_curves_are_smoothed_more(count: int, half_width: int) -> None:
+    losses = [6.0 - 0.03 * i + 0.2 * (i % 3) for i in range(count)]
+    smoothed = analyze_curve(RateCurve(_RATES[:count], losses)).smoothed
+    assert smoothed[0] == pytest.approx(sum(losses[: half_width + 1]) / (half_width + 1))
+    middle = losses[10 - half_width : 11 + half_width]
+    assert smoothed[10] == pytest.approx(sum(middle) / len(middle))
+
+
 def test_what_stands_out_from_noise() -> None:
     """Differences of 0.06 are a noise of 0.06 / sqrt(2); a mean of 4 has half of it."""
     assert analyze_curve(_zigzag(lambda i: 6.0)).reason.startswith(
@@ -167,7 +176,8 @@ def test_a_picture_shows_the_losses_and_the_rates(
     ]
     low, high = min(finding.smoothed), finding.smoothed[0]
     bottom, top = axes.get_ylim()
-    assert low - 0.2 * (high - low) - 0.05 < bottom < low < high < top < high + (high - low)
+    assert bottom == pytest.approx(low - 0.15 * (high - low) - 0.01)
+    assert top == pytest.approx(high + 0.5 * (high - low) + 0.01)
     assert (axes.get_xscale(), axes.get_xlim()) == ("log", (curve.rates[0], curve.rates[-1]))
     assert axes.get_title() == "Learning rate range test"
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Learning rate", "Loss after the update")
