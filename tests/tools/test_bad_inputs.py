@@ -1,4 +1,4 @@
-"""Nearly fifty kinds of bad input to the tools that create datasets.
+"""Dozens of kinds of bad input to the tools that create datasets.
 
 Each ends with exit code 6 and one line with the file, usually the place in it, and a remedy.
 Nothing is left behind, under a final name or any other.

@@ -1,4 +1,4 @@
-"""Rows 5, 7, 15, 27 and 28: repeated and resumed runs, signals, and jumping clocks."""
+"""Rows 5, 7, 12, 15, 27 and 28: repeated and resumed runs, waits, signals, jumping clocks."""
 
 from __future__ import annotations
 

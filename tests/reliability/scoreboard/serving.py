@@ -1,4 +1,4 @@
-"""Rows 31 to 33: the text generation server with bad requests, bad clients and strangers."""
+"""Rows 31 to 33 and 40: the server with bad requests, clients, strangers and hostile texts."""
 
 from __future__ import annotations
 
