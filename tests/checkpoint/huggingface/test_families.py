@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.huggingface.families import families, family_for, mismatches
+from megatron.checkpoint.huggingface.families import (
+    differing_fields,
+    families,
+    family_for,
+    mismatches,
+)
 from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.checkpoint.huggingface.reader import HFReader
 from megatron.checkpoint.huggingface.settings import Settings
@@ -108,6 +113,78 @@ def test_other_networks_are_refused_by_key(
     folder = write_folder(tmp_path, {**case.config, **changes}, tensors_of(case))
     with pytest.raises(CheckpointError, match=message):
         HFReader(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second", "differs"),
+    [
+        ("llama", {}, {"rotary_seq_len_interpolation_factor": 1}, False),
+        ("llama", {}, {"rotary_seq_len_interpolation_factor": 2}, True),
+        ("llama", {}, {"logit_scale": 1.0}, False),
+        ("llama", {}, {"logit_scale": 2.0}, True),
+        ("llama", {"kv_channels": 16}, {"softmax_scale": 0.25}, False),
+        ("llama", {"kv_channels": 16}, {"softmax_scale": 0.5}, True),
+        ("llama", {"add_bias_linear": True}, {"add_qkv_bias": True}, False),
+        ("llama", {"add_bias_linear": False}, {"add_qkv_bias": True}, True),
+        ("llama", {"window_size": "3,0"}, {"window_attn_skip_freq": "[1,1]"}, False),
+        ("llama", {"window_size": "3,0"}, {"window_attn_skip_freq": "[1,0]"}, True),
+        ("mixtral", {}, {"moe_router_num_groups": 1}, False),
+        ("mixtral", {}, {"moe_router_num_groups": 2}, True),
+        ("mixtral", {}, {"moe_router_group_topk": 1}, False),
+        ("mixtral", {}, {"moe_router_topk_scaling_factor": 1.0}, False),
+        ("mixtral", {}, {"moe_router_topk_scaling_factor": 2.0}, True),
+        ("mixtral", {"ffn_hidden_size": 7}, {"moe_ffn_hidden_size": 7}, False),
+        ("mixtral", {"ffn_hidden_size": 7}, {"moe_ffn_hidden_size": 8}, True),
+        ("mixtral", {}, {"moe_layer_freq": "[1,1]"}, False),
+        ("mixtral", {}, {"moe_layer_freq": "[1,0]"}, True),
+        ("mixtral", {}, {"ffn_hidden_size": 9, "moe_ffn_hidden_size": None}, True),
+        ("mixtral", {"moe_ffn_hidden_size": 7}, {"ffn_hidden_size": 9}, False),
+        ("mixtral", {}, {"moe_router_group_score_topk": 1}, False),
+        (
+            "mixtral",
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 6},
+            {"moe_router_group_score_topk": 3},
+            False,
+        ),
+        (
+            "mixtral",
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 6},
+            {"moe_router_group_score_topk": 2},
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_networks_are_compared_by_the_meaning_of_their_flags(
+    name: str, first: dict[str, Any], second: dict[str, Any], differs: bool
+) -> None:
+    """`second` has the changes of `first` too."""
+    config = CASES[name].config
+    family = families()[config["model_type"]]
+    plain = replace(family.read(Settings(config, "config.json")).model, **first)
+    found = differing_fields(family, plain, replace(plain, **second))
+    assert bool(found) == differs, found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "full", "kinds"),
+    [
+        ("[0,1,1]", 1, [_FULL, _SLIDING, _SLIDING]),
+        ("[1,1,1]", 0, [_SLIDING] * 3),
+        ("[0,0,1]", 2, [_FULL, _FULL, _SLIDING]),
+    ],
+)
+def test_windows_of_later_layers_are_written_for_every_version(
+    pattern: str, full: int, kinds: list[str]
+) -> None:
+    config = CASES["qwen2 with windows in later layers"].config
+    model = families()["qwen2"].read(Settings(config, "config.json")).model
+    changes = {"num_layers": 3, "window_size": "4,0", "window_attn_skip_freq": pattern}
+    written = families()["qwen2"].write(replace(model, **changes), 70)
+    assert (written["sliding_window"], written["use_sliding_window"]) == (5, True)
+    assert (written["max_window_layers"], written["layer_types"]) == (full, kinds)
+    without = families()["qwen2"].write(replace(model, window_size=None), 70)
+    assert (without["sliding_window"], without["use_sliding_window"]) == (None, False)
 
 
 _YARN = {

@@ -5,6 +5,7 @@ import torch
 
 from megatron.checkpoint.entries import Box, LazyTensor, flatten, model_state
 from megatron.checkpoint.huggingface.families import families
+from megatron.checkpoint.huggingface.mamba import by_group
 from megatron.checkpoint.huggingface.rules import (
     SAME,
     STACKED,
@@ -37,6 +38,16 @@ def test_the_fused_matrix_of_gpt2_is_ordered_by_head() -> None:
     columns = torch.tensor([[1, 2, 3, 4, 10, 20, 30, 40, 100, 200, 300, 400]])  # 2 heads of 2
     rows = grouped(2, (1, 1, 1), is_fused=True).join([columns]).flatten().tolist()
     assert rows == [1, 2, 10, 20, 100, 200, 3, 4, 30, 40, 300, 400]
+
+
+def test_rows_of_projections_are_ordered_by_group() -> None:
+    """Two groups, with two rows of the first projection and one of the second each."""
+    rows = torch.tensor([[1], [2], [3], [4], [10], [20]])
+    conversion = by_group(2, (4, 2))
+    joined = conversion.join([rows])
+    assert joined.flatten().tolist() == [1, 2, 10, 3, 4, 20]
+    (back,) = conversion.split(joined)
+    assert torch.equal(back, rows)
 
 
 @pytest.mark.parametrize(
