@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,30 @@ def _interruptions_arrive() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def handlers(_interruptions_arrive: None) -> dict[signal.Signals, Any]:
+    """Return the handlers of signals before any test."""
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    return {number: signal.getsignal(number) for number in names}
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_restored(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Restore the handlers that a program has set which ran in the tests' process.
+
+    Training handles SIGTERM and SIGINT, and other tests and their child processes would, too.
+    """
+    _restore(handlers)  # after programs that fixtures of a module have run
+    yield
+    _restore(handlers)
 
 
 @pytest.fixture(autouse=True)
