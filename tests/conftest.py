@@ -154,9 +154,9 @@ def _launches_are_forgotten() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _trainings_freeze_nothing() -> Iterator[None]:
-    """Let trainings leave alone what this file has frozen (see below).
+    """Keep trainings from unfreezing what this file has frozen (see below).
 
-    At its end, a training unfreezes what it froze at its start, and everything else with it.
+    At its end, a training unfreezes everything, not only what it froze at its start.
     """
     from megatron.training.callbacks import memory
 

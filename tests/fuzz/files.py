@@ -1,4 +1,4 @@
-"""Targets for corpora, lists of data, files that are continued, and those next to a model."""
+"""Targets for corpora, lists of data, files that runs continue, and files next to a model."""
 
 from __future__ import annotations
 

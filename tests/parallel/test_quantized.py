@@ -157,7 +157,7 @@ def test_experts_are_those_of_their_values(form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_codes_are_copied_as_they_are_and_without_memory_by_no_kernel(form):
+def test_codes_are_copied_unchanged_and_without_a_kernel_on_meta(form):
     """`fully_shard` copies shards of weights on the meta device, where a kernel has no memory."""
     source = _weight((4, 2 * BLOCK), form)
     target = torch.empty_like(source)

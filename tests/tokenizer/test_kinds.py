@@ -148,7 +148,7 @@ def test_sentencepiece_special_tokens(shared_data):
     model = str(shared_data / "tokenizers" / "t5" / "spiece.model")
     plain = sentencepiece.SentencePieceProcessor(model_file=model)
     tokenizer = build("SentencePieceTokenizer", tokenizer_model=model, vocab_extra_ids=2)
-    # T5's model has padding and an end but no beginning, so that is appended after the four.
+    # T5's model has a padding and an end token but no begin token, which follows the other four.
     assert (tokenizer.cls, tokenizer.sep, tokenizer.eod, tokenizer.mask) == (
         32000,
         32001,

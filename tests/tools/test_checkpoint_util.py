@@ -1,4 +1,4 @@
-"""tools/checkpoint/util.py: in, out, bit for bit; and training from what was imported."""
+"""tools/checkpoint/util.py: import and export, bit for bit, and training from an import."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_what_was_not_verified_loses_its_name(error, tmp_path: Path, capsys, mon
     native, exported = tmp_path / "native", tmp_path / "exported"
 
     def convert_and_fail(*words: str | Path) -> Path:
-        """Return the unverified output, which must have another name."""
+        """Convert, and return the path of the unverified output, which must not be the target's."""
         if error is None:
             assert convert(*words, "--verify") == 4
         else:

@@ -45,7 +45,7 @@ def test_draws_a_picture(tmp_path) -> None:
 def test_a_picture_names_what_its_colors_mean(tmp_path) -> None:
     picture = tmp_path / "schedule.svg"
     words = ["--stages", "2", "--micro-batches", "2", "--schedule", "zero-bubble"]
-    with rc_context({"svg.fonttype": "none"}):  # texts stay texts
+    with rc_context({"svg.fonttype": "none"}):  # text is not converted to paths
         main([*words, "--output", str(picture)])
     texts = re.findall("<text[^>]*>([^<]+)</text>", picture.read_text())
     legend = ["forward", "backward, inputs", "backward, weights", "waiting"]

@@ -118,7 +118,7 @@ def test_a_folder_around_checkpoints_is_no_fresh_start(saved, tmp_path):
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_afresh(saved, tmp_path):
-    shutil.copytree(saved, tmp_path / "best")  # as finetuning keeps it
+    shutil.copytree(saved, tmp_path / "best")  # where finetuning keeps the best one
     there = str(tmp_path)
     assert "but its folder best has one" in _refusal("--load", there)
     words = ["--load", there, "--save", f"{there}/../{tmp_path.name}", "--save-interval", "9"]

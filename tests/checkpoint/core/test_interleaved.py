@@ -66,7 +66,7 @@ def test_reordered_rows_give_the_same_scores_and_values() -> None:
 
 
 def _in_their_order(name: str, value: Tensor) -> Tensor:
-    """Return a layer's tensor of ours [rows, ...] as Core has it."""
+    """Return one of our layer tensors [rows, ...] in Core's order."""
     if not any(part in name for part in _TURNING):
         return value
     by_head, heads = value.unflatten(0, (-1, SIZE)).clone(), HEADS // GROUPS + 2

@@ -97,7 +97,7 @@ def test_it_comes_in_verified_and_goes_out_as_it_was(form, own_head, tmp_path, c
 
 
 def test_types_stay_and_another_network_is_written_anew(tmp_path):
-    """bf16 tensors; without the original's config.json, an equivalent one is written."""
+    """Tensors stay bf16. Without the original config.json, an equivalent one is written."""
     save("1.1", tmp_path / "fp32").bfloat16().save_pretrained(tmp_path / "a")
     assert convert("hf", "native", tmp_path / "a", tmp_path / "b") == 0
     (tmp_path / "b" / "huggingface" / "config.json").unlink()
@@ -241,7 +241,7 @@ TRAINING = """
 
 @pytest.mark.parametrize("length", [24, 600])
 def test_training_continues_from_the_folder_itself(length, tmp_path, capsys):
-    """Exported with the original's config.json. Positions are unlimited: 600 tokens work too."""
+    """The export has the original config.json. Positions are unlimited: 600 tokens work too."""
     model = save("1.1", tmp_path / "a", own_head=True)
     places = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
     assert main(T5Recipe(), [*TRAINING, *places, "--seq-length", str(length)]) == 0
