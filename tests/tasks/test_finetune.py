@@ -465,6 +465,9 @@ def test_the_best_is_by_the_metric_of_glue(task, better, worse):
         (["--train-iters", "5"], "--train-iters: --epochs sets the length of training"),
         (["--dataloader-type", "cyclic"], "a task always shuffles each epoch"),
         (["--lora-rank", "4"], "a task trains all weights, because its head is new"),
+        (["--rampup-batch-size", "4", "4", "8"], "--rampup-batch-size: epochs need batches of"),
+        (["--step-batch-size-schedule", "0:4 9:8"], "--step-batch-size-schedule: epochs need"),
+        (["--mock-data"], "--mock-data: give labeled texts as --train-data"),
         (["--iterations-to-skip", "3"], "this could skip the end of an epoch"),
         (["--ckpt-format", "torch"], "--ckpt-format torch: Megatron Core has no heads for tasks"),
         (["--log-validation-ppl-to-tensorboard"], "a task's loss is not a token loss"),
@@ -632,3 +635,43 @@ def test_an_epoch_s_end_is_evaluated_unless_the_run_must_end_immediately(early_e
         callback.after_step(run, None, exit_)
     assert found == evaluated
     assert interrupted == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "finished", "catches_up", "evaluated"),
+    [
+        (2, False, True, True),
+        (2, False, False, False),
+        (2, True, True, False),
+        (4, False, True, False),
+    ],
+)
+def test_a_run_that_resumes_at_an_epoch_s_end_evaluates_it(
+    iteration, finished, catches_up, evaluated
+):
+    found = []
+    run = SimpleNamespace(progress=SimpleNamespace(iteration=iteration), finished=finished)
+    EpochEvaluation({2, 3}, found.append, catches_up=catches_up).on_start(run)
+    assert found == [run] * evaluated
+
+
+@pytest.mark.parametrize(("rank", "written"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("last", "again"), [(None, True), (5, True), (6, False)])
+def test_the_end_evaluates_what_has_not_been_evaluated(rank, written, last, again, monkeypatch):
+    extras = Finetuning(None, pretrained=None, valid={"a": []}, epoch_ends={3}, options=None)
+    extras.last = last and SimpleNamespace(iteration=last)
+    evaluated, results = [], []
+
+    def evaluate(run):
+        evaluated.append(run)
+        extras.last = SimpleNamespace(iteration=run.progress.iteration)
+
+    monkeypatch.setattr(extras, "evaluate", evaluate)
+    monkeypatch.setattr(extras, "_write", lambda _, last: results.append(last.iteration))
+    run = SimpleNamespace(
+        progress=SimpleNamespace(iteration=6),
+        layout=SimpleNamespace(world=SimpleNamespace(rank=rank)),
+    )
+    extras.end(run)
+    assert len(evaluated) == again
+    assert results == [6] * written

@@ -2,18 +2,20 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 
 from megatron.config.tasks import LanguageModelTaskConfig
 from megatron.device import Device
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, StorageError
 from megatron.inference.load import load_gpt
 from megatron.parallel.layout import Layout
 from megatron.tasks import language_model
 from megatron.tasks.language_model import count_words, encode_pair, prepare_perplexity
-from megatron.tasks.table import find_task
+from megatron.tasks.main import main
+from megatron.tasks.table import TASKS, find_task
 from megatron.tasks.texts import ptb, wikitext
 from tests.distributed import run_distributed
 from tests.tasks.toy import evaluate, save_toy
@@ -148,6 +150,32 @@ def test_the_results_are_written_beside_the_checkpoint(toy):
     other = toy / "mine" / "other.json"
     evaluate(Layout.single(), "LAMBADA", _words(toy, "corpus.jsonl", "--results", str(other)))
     assert json.loads(other.read_text())["results"]["total_examples"] == 7
+
+
+def test_results_that_cannot_be_written_are_an_error_only_in_a_named_file(toy, tmp_path, capsys):
+    folder = shutil.copytree(toy / "model", tmp_path / "model")
+    (folder / "evaluation").write_text("no folder")
+    words = ["--load", str(folder), "--valid-data", str(toy / "corpus.jsonl")]
+    assert evaluate(Layout.single(), "LAMBADA", words)["total examples"] == 7
+    said = capsys.readouterr().out
+    assert f"WARNING: {folder}/evaluation" in said.replace("--results ", "")
+    assert said.endswith("the results are not saved: give --results FILE to save them\n")
+    with pytest.raises(StorageError, match="evaluation"):
+        evaluate(Layout.single(), "LAMBADA", [*words, "--results", str(folder / "evaluation/x")])
+
+
+def test_help_lists_every_task(monkeypatch, capsys):
+    shown = []
+    for words in (["--help"], ["--task", "LAMBADA", "-h"], ["--help-all"]):
+        monkeypatch.setattr("sys.argv", ["main.py", *words])
+        assert main() == 0
+        shown.append(capsys.readouterr().out)
+        listed = shown[-1].partition("\ntasks:\n")[2].splitlines()
+        assert [line.split()[0] for line in listed] == [*TASKS]
+        assert "--valid-data" in shown[-1]
+    assert shown[0] == shown[1]
+    assert "--train-iters" not in shown[0]
+    assert len(shown[2]) > 2 * len(shown[0])
 
 
 def test_a_megatron_checkpoint_is_evaluated_without_conversion(golden, shared_data, tmp_path):

@@ -12,19 +12,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.config import parse_config
 from megatron.config.tasks import LanguageModelTaskConfig, TaskConfig
+from megatron.data.datasets import DataRequest
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.inference.load import load_gpt
 from megatron.inference.score import Sample, Score, windows
 from megatron.parallel.layout import Layout
+from megatron.retro.blocks import plan_blocks, write_block
 from megatron.retro.dataset import NoNeighbors
+from megatron.retro.neighbors import neighbors_folder, query_datasets
 from megatron.retro.retriever import open_retriever
 from megatron.tasks import language_model, neighbors
 from megatron.tasks.language_model import Prepared
 from megatron.tasks.neighbors import validation_samples
+from megatron.training.checkpointing import save_run
 from tests.distributed import run_distributed
-from tests.tasks.toy import evaluate, save_toy
+from tests.retro.corpus import EOD, VOCAB, random_documents, write_dataset
+from tests.tasks.toy import SAVING, evaluate, save_toy
+from tests.training.toy import FLAGS_BY_KIND, TOY, build_toy
+from tools.benchmark_retro_training import make_folder
 
 WORDS = "--load retro_fp32/ckpt --retro-workdir retro_fp32/workdir --retro-eval-samples 32".split()
 
@@ -93,6 +101,102 @@ def test_validation_samples_are_scored_after_their_first_token(monkeypatch):
     assert numbers == {"loss": 1.0, "perplexity": math.e, "tokens": 16}
     assert scored.summarize([Score(-1e5, False)] * 2)["perplexity"] == math.inf
     assert [len(neighbors._validation(loaded, most).samples) for most in (None, 9)] == [3, 3]
+
+
+@pytest.fixture(scope="module")
+def toy_flags(tmp_path_factory):
+    """Return the flags of an untrained toy Retro, with a folder for 24 validation samples."""
+    folder = tmp_path_factory.mktemp("retro")
+    documents = [[*document.tolist(), EOD] for document in random_documents(60)]
+    prefix = write_dataset(folder / "corpus", documents)
+    flags = [word for word in TOY if word != "--mock-data"]
+    flags += [*FLAGS_BY_KIND["retro"], "--split", "80,20,0", "--no-exit-signal-handler"]
+    flags += ["--data-path", prefix]
+    work = folder / "work"
+    make_folder(work, folder / "corpus", flags, 6, VOCAB + 1, 4)
+    config = parse_config(["--train-iters", "6", *flags], world_size=1).config
+    arguments = json.loads((work / "args.json").read_text())
+    request = DataRequest(config.data, arguments["retro_gpt_seed"], (24, 24, 0))
+    valid = query_datasets(request, seq_length=16, vocab_size=VOCAB + 1)[1]
+    count = len(valid) * 4
+    for block in plan_blocks(neighbors_folder(work, "valid", valid), count, count):
+        write_block(block, {"neighbors": np.arange(4 * count).reshape(count, 4) % 97})
+    told = {"global_batch_size": 4, "train_iters": 6, "train_samples": None}
+    told |= {"retro_gpt_eval_interval": 3, "retro_gpt_eval_iters": 2}
+    (work / "args.json").write_text(json.dumps(arguments | told))
+    words = ["--retro-workdir", str(work)]
+    run_words = [*SAVING, "--save", str(folder / "toy"), *words, "--split", "80,20,0"]
+    save_run(build_toy(Layout.single(), run_words, "retro"))
+    return ["--load", str(folder / "toy"), *words]
+
+
+@torch.no_grad()
+def test_the_loss_of_validation_samples_is_the_model_s(toy_flags):
+    words = [*toy_flags, "--retro-eval-samples", "3"]
+    numbers = evaluate(Layout.single(), "PERPLEXITY", words)
+    config, layout = language_model.parse("PERPLEXITY", words, 1).config, Layout.single()
+    loaded = load_gpt(toy_flags[1], Device.cpu(), layout, config=config, kinds=("retro",))
+    dataset = validation_samples(config, loaded.tokenizer, layout)
+    assert len(dataset) == 25  # 24 and a reserve
+    losses = []
+    for i in range(3):
+        text, found = (torch.from_numpy(dataset[i][name]) for name in ("text", "neighbors"))
+        (logits,) = loaded.model(text[None, :-1].long(), found[None])
+        losses.append(F.cross_entropy(logits[:, : VOCAB + 1], text[1:].long()).item())
+    assert numbers["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert numbers["tokens"] == 3 * 16
+    others = {numbers["loss, shuffled neighbors"], numbers["loss, no neighbors"]}
+    assert len(others | {numbers["loss"]}) == 3
+
+
+def test_a_folder_without_validation_samples_is_refused(toy_flags, tmp_path):
+    work = Path(shutil.copytree(toy_flags[3], tmp_path / "work"))
+    told = json.loads((work / "args.json").read_text()) | {"retro_gpt_eval_iters": 0}
+    (work / "args.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=f"--retro-workdir {work} was made without validation"):
+        evaluate(Layout.single(), "PERPLEXITY", [*toy_flags[:3], str(work)])
+
+
+def test_flags_of_a_retro_s_perplexity(toy_flags, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("1 2 3")
+    words = [*toy_flags, "--valid-data", str(texts)]
+    for given in (toy_flags, words, [*words, "--bert-embedder-load", "bert"]):
+        parsed = language_model.parse("PERPLEXITY", given, 1)
+        assert parsed.config.model.architecture == "retro"
+    for given, message in (
+        ([*words, "--retro-eval-samples", "3"], "--retro-eval-samples is for .* without --valid"),
+        ([*toy_flags, "--bert-embedder-load", "b"], "--bert-embedder-load b is for .* and --valid"),
+        (toy_flags[:2], "--retro-workdir is required"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            language_model.parse("PERPLEXITY", given, 1)
+    with pytest.raises(CheckpointError, match="holds a retro, but a gpt is needed"):
+        language_model.parse("LAMBADA", toy_flags[:2], 1)
+
+
+def test_texts_are_scored_with_the_neighbors_that_are_found(toy_flags, tmp_path, monkeypatch):
+    asked = []
+
+    class Retriever:
+        def __init__(self, dataset):
+            self.texts = dataset.texts
+
+        def find(self, chunks):
+            return np.tile([1, 2], (len(chunks), 1))
+
+    def open_toy(config, tokenizer, device, embedder):
+        asked.append(embedder)
+        return Retriever(validation_samples(config, tokenizer, Layout.single()))
+
+    monkeypatch.setattr(neighbors, "open_retriever", open_toy)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": " ".join(map(str, range(1, 12)))}) + "\n")
+    words = [*toy_flags, "--valid-data", str(texts), "--bert-embedder-load", "bert"]
+    numbers = evaluate(Layout.single(), "PERPLEXITY", words)
+    assert asked == ["bert"]
+    assert (numbers["tokens"], numbers["documents"], numbers["neighbors found"]) == (11, 1, 1.0)
+    assert numbers["loss"] != numbers["loss, no neighbors"]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from megatron.config import parse_config
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.parallel.layout import Layout
+from megatron.processes.launch import Launch
 from megatron.tasks import retrieval
 from megatron.tasks.passages import PassageVectors, Question, read_passages, read_questions
 from megatron.tasks.table import find_task
@@ -298,6 +300,28 @@ def test_the_first_passage_that_answers_counts():
     assert hits == [1, 3]
 
 
+def test_results_of_others_are_refused_before_the_work(toy, tmp_path, monkeypatch):
+    started, noted = [], []
+
+    def processes(config, launch):
+        started.append(launch)
+        return nullcontext((Device.cpu(), Layout.single()))
+
+    monkeypatch.setattr(retrieval, "processes", processes)
+    monkeypatch.setattr(retrieval, "print_notices", lambda notices, _: noted.append(notices))
+    result = tmp_path / "results.json"
+    words = words_of(toy, "--qa-data-dev", str(toy / "dev.tsv"), "--results", str(result))
+    assert retrieval.run("RETRIEVER-EVAL", words, Launch()) == 0
+    assert len(noted) == 1
+    assert json.loads(result.read_text())["task"] == "RETRIEVER-EVAL"
+    with pytest.raises(ConfigError, match="results.json already exists"):
+        retrieval.run("RETRIEVER-EVAL", words, Launch())
+    assert started == [Launch()]
+    own = [*words, "--overwrite", "--results", str(toy / "passages.tsv")]
+    with pytest.raises(ConfigError, match=r"passages.tsv"):
+        retrieval.run("RETRIEVER-EVAL", own, Launch())
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -305,6 +329,7 @@ def test_the_first_passage_that_answers_counts():
         (["--evidence-data-path", "none.tsv"], "none.tsv: no such file"),
         (["--evidence-data-path", __file__], "has nothing to do"),
         (["--evidence-data-path", __file__, "--qa-data-dev", "no"], "--qa-data-dev no: no such"),
+        (["--valid-data", "x"], "--valid-data: --task RETRIEVER-EVAL reads questions from --qa-d"),
         (["--epochs", "3"], "--epochs belongs to GLUE and RACE, but this is RETRIEVER-EVAL"),
         (["--train-with-neg"], "--train-with-neg belongs to RET-FINETUNE-NQ, but this is RETR"),
     ],

@@ -316,6 +316,16 @@ def test_existing_results_are_refused_before_the_training(toy, tmp_path, capsys)
     assert "iteration" not in capsys.readouterr().out
 
 
+def test_results_need_questions_to_evaluate_on(toy):
+    words = ["--train-data", toy / "train.json", "--epochs", 1, *start(toy), "--results", "x"]
+    with pytest.raises(ConfigError) as caught:
+        towers.parse(TASK, [*map(str, words)], 1)
+    assert "--results x without --valid-data: nothing is evaluated" in str(caught.value)
+    assert "needs --train-data" not in str(caught.value)
+    with pytest.raises(ConfigError, match="needs --train-data: give a file of questions"):
+        towers.parse(TASK, [*map(str, words[2:])], 1)
+
+
 def test_a_start_is_required(toy):
     with pytest.raises(ConfigError, match="--pretrained-checkpoint is required"):
         towers.parse(TASK, words_of(toy), 1)
