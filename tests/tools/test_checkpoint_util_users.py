@@ -303,3 +303,10 @@ def test_flags_for_another_format_say_that_they_change_nothing(tmp_path, capsys)
     for flag in words[::2]:
         assert f"{flag} " in text
     assert text.count(": no effect: ") == 3
+
+
+def test_a_family_given_for_peft_s_files_gets_no_notice(tmp_path) -> None:
+    """The export of adapters names layers as this family does."""
+    words = ["--model-type", "GPT", "--load-dir", str(tmp_path), "--save-dir", str(tmp_path / "b")]
+    options = util.build_parser().read([*words, "--saver", "peft", "--model-family", "qwen2"])
+    assert not [text for text in util.notices(options) if "--model-family" in text]

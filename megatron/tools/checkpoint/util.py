@@ -122,12 +122,10 @@ def notices(options: argparse.Namespace) -> Iterator[str]:
         if value is not None:
             any_layout = "the written checkpoint loads in any layout"
             yield f"{_flag(name)} {value}: no effect: {any_layout}"
-    if options.saver != "hf":
-        for_hf = "no effect: it is for --saver hf"
-        if options.model_family is not None:
-            yield f"--model-family {options.model_family}: {for_hf}"
-        if options.max_shard_size != _SHARD:
-            yield f"--max-shard-size {options.max_shard_size}: {for_hf}"
+    if options.saver not in ("hf", "peft") and options.model_family is not None:
+        yield f"--model-family {options.model_family}: no effect: it is for --saver hf and peft"
+    if options.saver != "hf" and options.max_shard_size != _SHARD:
+        yield f"--max-shard-size {options.max_shard_size}: no effect: it is for --saver hf"
     if options.hf_files is not None and options.loader in _HF:
         yield f"--hf-files {options.hf_files}: no effect: --load-dir has its own files"
     if options.megatron_path is not None:
