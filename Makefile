@@ -1,7 +1,7 @@
 # make demo              train a small GPT on the Python standard library's source, end to end
 # make demo INPUT=x.jsonl  train on your own text instead (one {"text": ...} object per line)
 # make demo MODEL=moe    train a mixture of experts instead, with the same work per token
-# make demo MODEL=retro  train a Retro, and a GPT of the same size, on texts that repeat each other
+# make demo MODEL=retro  train a Retro model and a GPT of the same size on texts that quote each other
 # make demo MODEL=chat   finetune a small GPT on conversations and ask it 100 questions
 # make demo MODEL=bert   train a BERT (or, with t5, a T5) that fills in masked words
 #                        (a second run renames the first one's folder to runs/demo.1, and so on;
