@@ -99,7 +99,7 @@ def test_the_first_update_is_that_of_current_scaling(uninterrupted):
     assert ours == pytest.approx(theirs, rel=0.02)
 
 
-def _load_and_go_on(layout, folder, flags):
+def _load_and_continue(layout, folder, flags):
     """Load a checkpoint, make an update, and save if the flags ask for it.
 
     Return the history's names here, whether it was loaded whole, the loss, and the newest
@@ -119,11 +119,11 @@ def _load_and_go_on(layout, folder, flags):
 
 
 def test_a_history_goes_from_layout_to_layout(saved, tmp_path):
-    names, is_same, expected, newest = _load_and_go_on(Layout.single(), saved[0], [])
+    names, is_same, expected, newest = _load_and_continue(Layout.single(), saved[0], [])
     assert is_same
     words = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
     words = [*words.split(), "--save", str(tmp_path)]
-    answers = run_distributed(4, _load_and_go_on, saved[0], words, tensor=2, pipeline=2)
+    answers = run_distributed(4, _load_and_continue, saved[0], words, tensor=2, pipeline=2)
     assert {name for answer in answers for name in answer[0]} == set(names)
     for names_here, is_same, loss, newest_here in answers:
         assert is_same
@@ -134,7 +134,7 @@ def test_a_history_goes_from_layout_to_layout(saved, tmp_path):
             assert found[1] == newest[name][1]  # from the same weights
     for one, other in (answers[:2], answers[2:]):
         torch.testing.assert_close(one[3], other[3], rtol=0, atol=0)
-    assert _load_and_go_on(Layout.single(), tmp_path, [])[1]
+    assert _load_and_continue(Layout.single(), tmp_path, [])[1]
 
 
 def test_another_length_keeps_the_newest_and_a_16_bit_run_has_none(saved, tmp_path, capsys):

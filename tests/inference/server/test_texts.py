@@ -366,7 +366,7 @@ def test_long_texts_that_wait_are_counted_by_client_and_together() -> None:
             return 200
 
         process._run_next = wait  # type: ignore[method-assign]
-        for _ in range(2):  # no place stays taken
+        for _ in range(2):  # no slot stays taken
             ends.clear()
             clients = ["a", "a", "a", "b", "b", "c"]
             asked = [asyncio.create_task(ask(client, 10_000)) for client in clients]

@@ -222,7 +222,7 @@ def _training(folder: Path, iterations: int, *flags: str) -> list[str]:
     return [str(ROOT / "pretrain_gpt.py"), *TOY, *save, *count, *flags]
 
 
-def _goes_on(folder: Path, work: Callable[[], list[str]]) -> list[str]:
+def _continues(folder: Path, work: Callable[[], list[str]]) -> list[str]:
     """Run a command on a checkpoint, and check that the next run continues from the newest one."""
     shutil.copytree(folder.parent / "run", folder / "run")
     notes = work()
@@ -236,7 +236,7 @@ def _little_memory(folder: Path, rng: random.Random) -> list[str]:
     workers, new_interpreter = str(rng.choice([0, 2])), rng.random() < _NEW_INTERPRETER_SHARE
     argv = _training(folder, 6, "--num-workers", workers, "--hidden-size", "32")
     limit = int(2 ** (rng.uniform(27, 31) if new_interpreter else rng.uniform(20, 32)))
-    return _goes_on(
+    return _continues(
         folder, lambda: _run(argv, folder, limit=limit, new_interpreter=new_interpreter)
     )
 
@@ -247,7 +247,7 @@ def _little_shared_memory(folder: Path, rng: random.Random) -> list[str]:
     size = rng.choice([4, 8, 16, 32, 64, 256])
     new_interpreter = rng.random() < _NEW_INTERPRETER_SHARE
     argv = _training(folder, 6, "--num-workers", str(rng.choice([1, 2, 3])))
-    return _goes_on(
+    return _continues(
         folder, lambda: _run(argv, folder, shared_kib=size, new_interpreter=new_interpreter)
     )
 
@@ -255,6 +255,6 @@ def _little_shared_memory(folder: Path, rng: random.Random) -> list[str]:
 def _reader_exits(folder: Path, rng: random.Random) -> list[str]:
     argv, lines = _training(folder, 10_000), rng.randrange(40)
     new_interpreter = rng.random() < _NEW_INTERPRETER_SHARE
-    return _goes_on(
+    return _continues(
         folder, lambda: _run(argv, folder, lines=lines, new_interpreter=new_interpreter)
     )
