@@ -1,5 +1,6 @@
 """Products cut by rows to overlap with communication equal those that are not cut."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.parallel.layout import Axis, Layout
 from megatron.parallel.linear import OverlappedColumn, OverlappedRow
 from megatron.parallel.parameter import Init, initialize
 from megatron.parallel.pipeline.weight_gradients import WeightGradientQueue
+from megatron.parallel.products import Products
 from tests.distributed import run_distributed
 from tests.parallel.buffers import new_buffer
 
@@ -68,13 +70,20 @@ def two_passes(layout, case, dtype, exchange):
 
 def all_cases(layout, dtype):
     layout = replace(layout, sequence_parallel=True)
-    results = []
+    results, passes, multiply_rows = [], Counter(), Products.multiply_rows
+
+    def count(self, operands, *rows):
+        passes["backward" if operands.backward else "forward"] += 1
+        multiply_rows(self, operands, *rows)
+
+    Products.multiply_rows = count  # in this forked process
     for case in CASES:
         exchange = Counting(layout.tensor)
         cut = two_passes(layout, case, dtype, exchange)
         again = two_passes(layout, case, dtype, exchange)
         expected = two_passes(layout, case, dtype, None)
-        results.append((cut, again, expected, exchange.uses))
+        results.append((cut, again, expected, exchange.uses, dict(passes)))
+        passes.clear()
     return results
 
 
@@ -83,7 +92,8 @@ def all_cases(layout, dtype):
 )
 def test_the_numbers_are_those_of_collectives(size, dtype):
     for results in run_distributed(size, all_cases, dtype, tensor=size):
-        for (split, *_), (cut, again, expected, uses) in zip(CASES, results, strict=True):
+        for (split, *_), (cut, again, expected, uses, passes) in zip(CASES, results, strict=True):
+            assert passes == {"forward": 4 * size, "backward": 4 * size}  # for each rank's rows
             # Forward opens one use; a column layer's backward two, for its input and its gradient.
             assert uses == 2 * 2 * (3 if split == "column" else 2)
             torch.testing.assert_close(cut, expected, rtol=None, atol=None)
