@@ -47,7 +47,9 @@ def test_a_picture_has_a_box_for_each_operation(
     chunks: int, suffixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, path, dpi: drawn.append(figure) if dpi == 120 else None
+    )
     draw(_TIMELINE, "a title", chunks, tmp_path / "schedule.png")
     (figure,) = drawn
     (axes,) = figure.axes
@@ -59,6 +61,17 @@ def test_a_picture_has_a_box_for_each_operation(
     labels = [(text.get_text(), text.get_position(), text.get_color()) for text in axes.texts]
     assert labels[:2] == [("0", (0.5, 0), "black"), ("0", (2.5, 0), "black")]
     assert labels[2:] == [("10", (1.5, 1), "white")]
+    assert {text.get_fontsize() for text in axes.texts} == {8}
+    styles = {
+        (round(box.get_height(), 2), box.get_linewidth(), to_hex(box.get_edgecolor()))  # type: ignore[attr-defined]
+        for box in axes.patches
+    }
+    assert styles == {(0.86, 0.6, "#ffffff")}
+    assert tuple(figure.get_size_inches()) == (16, 2.6)
+    visible = [name for name, spine in axes.spines.items() if spine.get_visible()]
+    assert visible == ["bottom"]
+    assert {tick.tick1line.get_markersize() for tick in axes.yaxis.get_major_ticks()} == {0}
+    assert axes.get_xlabel() == "time"
     assert axes.get_xlim() == (0, 4)
     assert axes.get_ylim() == (1.55, -0.55)  # the first stage is at the top
     assert axes.get_title() == "a title"
@@ -69,6 +82,7 @@ def test_a_picture_has_a_box_for_each_operation(
         *(f"forward{first}", f"forward{second}", f"backward{first}"),
         *(f"backward, weights{second}", "waiting"),
     ]
+    assert legend._ncols == len(legend.legend_handles)  # type: ignore[attr-defined]
     keys = [to_hex(patch.get_facecolor()) for patch in legend.legend_handles]  # type: ignore[union-attr]
     assert keys == [colors[0], colors[2], colors[1], colors[3], "#eeeeee"]
     assert to_hex(axes.get_facecolor()) == "#eeeeee"
@@ -82,7 +96,7 @@ def test_only_boxes_with_room_for_their_label_have_one_and_no_screen_is_needed(
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
     # A row is 15 inches wide, and a digit takes 0.09 inches.
-    ends = (0, 0.8, 1.65, 3.35, 5.3, 150)
+    ends = (0, 0.89, 1.8, 3.59, 5.4, 150)
     spans = [
         Interval(start, end, Operation("forward", number, 0))
         for start, end, number in zip(ends, ends[1:], (1, 2, 33, 44, 5), strict=False)
@@ -91,5 +105,8 @@ def test_only_boxes_with_room_for_their_label_have_one_and_no_screen_is_needed(
     draw(Timeline((tuple(spans),)), "", 1, tmp_path / "new" / "schedule.png")
     assert matplotlib.get_backend().lower() == "agg"
     (axes,) = drawn[0].axes
-    assert [text.get_text() for text in axes.texts] == ["44", "5"]
+    assert [text.get_text() for text in axes.texts] == ["2", "44", "5"]
     assert (tmp_path / "new").is_dir()
+    draw(Timeline(((), ())), "", 1, tmp_path / "schedule.png")
+    (axes,) = drawn[1].axes
+    assert (axes.get_xlim(), len(axes.texts)) == ((0, 1), 0)
