@@ -102,11 +102,11 @@ def test_only_boxes_with_room_for_their_label_have_one_and_no_screen_is_needed(
         for start, end, number in zip(ends, ends[1:], (1, 2, 33, 44, 5), strict=False)
     ]
     matplotlib.use("svg")
-    draw(Timeline((tuple(spans),)), "", 1, tmp_path / "new" / "schedule.png")
+    draw(Timeline((tuple(spans),)), "", 1, tmp_path / "a" / "new" / "schedule.png")
     assert matplotlib.get_backend().lower() == "agg"
     (axes,) = drawn[0].axes
     assert [text.get_text() for text in axes.texts] == ["2", "44", "5"]
-    assert (tmp_path / "new").is_dir()
+    assert (tmp_path / "a" / "new").is_dir()
     draw(Timeline(((), ())), "", 1, tmp_path / "schedule.png")
     (axes,) = drawn[1].axes
     assert (axes.get_xlim(), len(axes.texts)) == ((0, 1), 0)

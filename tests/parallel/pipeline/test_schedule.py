@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megatron.config.parallel import ParallelConfig
 from megatron.parallel.pipeline.check import ScheduleError, check, check_bounds
 from megatron.parallel.pipeline.schedule import (
     SCHEDULE_KINDS,
@@ -15,6 +16,7 @@ from megatron.parallel.pipeline.schedule import (
     forward_only,
     loss_bound,
     make_schedule,
+    schedule_kind,
 )
 from tools.show_schedule import layouts
 
@@ -135,6 +137,11 @@ def test_a_deadlock_is_found_and_says_who_waits() -> None:
     ]  # fmt: skip
     with pytest.raises(ScheduleError, match=r"deadlock: stage 0 .*; stage 1 waits in receive_acti"):
         check((eager, two))
+
+
+def test_the_default_schedule_depends_on_the_chunks() -> None:
+    assert [schedule_kind(ParallelConfig(), chunks) for chunks in (1, 2)] == ["1f1b", "interleaved"]
+    assert schedule_kind(ParallelConfig(pipeline_schedule="gpipe"), 2) == "gpipe"
 
 
 def test_scheduling_needs_no_torch() -> None:
