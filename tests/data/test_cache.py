@@ -25,7 +25,7 @@ WANT = (np.arange(1000, dtype=np.int32), np.arange(100, dtype=np.uint32).reshape
 
 
 class Builder:
-    """Count how often the arrays were built."""
+    """A builder that counts how often it has built the arrays."""
 
     def __init__(self) -> None:
         self.count = 0

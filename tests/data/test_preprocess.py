@@ -92,7 +92,7 @@ def test_every_8_mib_get_a_worker_up_to_the_cores(
 
 
 class _Words:
-    """Stand in for Punkt: each word is a sentence."""
+    """A stand-in for Punkt: each word is a sentence."""
 
     def span_tokenize(self, text: str) -> Iterator[tuple[int, int]]:
         return (found.span() for found in re.finditer(r"\S+", text))

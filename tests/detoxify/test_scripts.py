@@ -47,7 +47,7 @@ def service() -> Iterator[StandIn]:
 
 
 class Shell:
-    """Run scripts in a folder with toy files of GPT-2's tokenizer."""
+    """A folder with toy files of GPT-2's tokenizer, in which scripts run."""
 
     def __init__(self, folder: Path) -> None:
         from tokenizers import ByteLevelBPETokenizer

@@ -140,7 +140,7 @@ def test_vectors_are_zero_and_never_handed_out_twice():
 
 
 class Counting(KernelLibrary):
-    """Count the passes that only measure."""
+    """A library that counts the passes that only measure."""
 
     def __init__(self, library):
         super().__init__(library.path, library._driver)

@@ -130,7 +130,7 @@ def test_arguments_that_do_not_fit(fresh, monkeypatch):
 
 
 class Recorder:
-    """Record what the driver is given."""
+    """Records what the driver is given at each launch."""
 
     def __init__(self, library, monkeypatch):
         self.machine = Machine(library, monkeypatch)

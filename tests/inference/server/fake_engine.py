@@ -36,12 +36,14 @@ class _Running:
 
 
 class FakeEngine:
-    """Repeat the prompt's tokens; answers to prompts ending in 0 end with `eod`.
+    """An engine that repeats the prompt's tokens until a stop token or sequence, or the limit.
 
-    Args:
-        places: the number of sequences in a batch; further ones wait.
-        seconds: the time that a step takes.
-        fails: a step with these prompt tokens raises.
+    Attributes:
+        places: The number of sequences in a batch; further ones wait.
+        seconds: The time that a step takes.
+        fails: The prompt whose steps raise an error, if any.
+        passages: What a Retro model would read before the first two tokens.
+        seen: All accepted requests, in order.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class FakeEngine:
         self.places = places
         self.seconds = seconds
         self.fails: tuple[int, ...] | None = None
-        self.passages: tuple[NeighborPassage, ...] = ()  # read before the first two tokens
+        self.passages: tuple[NeighborPassage, ...] = ()
         self.seen: list[Request] = []
         self._all: dict[str, _Running] = {}
         self._new_tokens = 0

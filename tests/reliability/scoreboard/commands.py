@@ -26,7 +26,7 @@ class CommandResult:
 
 
 class Command:
-    """Run `function` in a forked process with its output in a file, until the block ends."""
+    """A forked process that runs `function`, with its output in a file, until the block ends."""
 
     def __init__(self, function: Callable[[], int | None], output: Path) -> None:
         self.output = output
