@@ -135,6 +135,17 @@ def test_phases_number_as_many_datasets_as_blends_do(count: int) -> None:
     assert found.datasets.tolist() == 2 * blended.datasets.tolist()
 
 
+@pytest.mark.parametrize(("count", "dtype"), [(254, np.uint8), (255, np.int16)])
+def test_a_byte_holds_the_dataset_of_a_sample_for_up_to_254(count: int, dtype: type) -> None:
+    """As in Megatron, although 255 would fit, too."""
+    assert build_blend_index(normalize([1.0] * count), count).datasets.dtype == dtype
+    phases = [BlendPhase(start, (1.0,) * count) for start in (0, 5)]
+    assert build_phases(phases, 10).datasets.dtype == dtype
+    members = [mock(1, 0)] * count
+    blended = blend(members, [BlendPhase(0, (1.0,) * count)], count, IndexCache(()))
+    assert blended.index.datasets.dtype == dtype
+
+
 def test_many_phases_leave_no_dataset_short() -> None:
     random = np.random.RandomState(0)
     for _ in range(100):

@@ -16,7 +16,10 @@ from megatron.config.data import DataConfig
 from megatron.data import gpt as gpt_module
 from megatron.data.blend import BlendedDataset
 from megatron.data.datasets import (
+    DataRequest,
+    DatasetPart,
     Datasets,
+    build_datasets,
     corpus_fingerprint,
     parse_split,
     parse_weighted_paths,
@@ -24,6 +27,7 @@ from megatron.data.datasets import (
 )
 from megatron.data.gpt import GPTDataset, build_gpt_datasets
 from megatron.data.indexed import IndexedDataset
+from megatron.data.mock import MockDataset
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.layout import Layout
 from tests.data.corpus import request_for, write_corpus
@@ -364,3 +368,21 @@ def test_generated_tokens_have_none_and_a_missing_file_is_named(tmp_path):
     assert corpus_fingerprint(DataConfig(seq_length=16, mock_data=True)) is None
     with pytest.raises(DataError, match=r"absent\.idx: cannot be read: No such file"):
         _of(tmp_path / "absent")
+
+
+def test_only_validation_on_everything_needs_the_number_of_its_samples(tmp_path: Path) -> None:
+    prefix = str(write_corpus(tmp_path / "c", documents=20))
+    config = DataConfig(data_path=(prefix,), seq_length=16, split="8,1,1")
+    parts: list[DatasetPart] = []
+
+    def build_part(part: DatasetPart) -> MockDataset:
+        parts.append(part)
+        return MockDataset(part.num_samples, 16, 100, 1, 0)
+
+    with pytest.raises(ConfigError, match="--full-validation: the number of validation samples"):
+        build_datasets(DataRequest(config, 1, (4, None, 2)), build_part)
+    assert parts == []
+    build_datasets(DataRequest(config, 1, (4, 3, 2)), build_part)
+    assert [(part.split, part.num_samples) for part in parts] == [
+        ("train", 4), ("valid", 3), ("test", 2)
+    ]  # fmt: skip

@@ -39,6 +39,15 @@ def test_megatrons_own_rows(min_sentences: int, num_samples: int, want: list[lis
     assert rows.tolist() == [[*row, 32] for row in want]
 
 
+def test_a_pass_that_has_just_enough_rows_is_the_last() -> None:
+    documents = np.array([0, 3, 5, 6, 10])
+    lengths = np.array([10, 12, 8, 20, 30, 15, 5, 6, 7, 40], np.int32)
+    text = DocumentSentences(documents, lengths)
+    for num_samples, rows in ((1, 3), (3, 3), (4, 6), (6, 6), (7, 9)):
+        plan = SentenceMapPlan(num_samples, 32, 0.1, 1234, 2)
+        assert len(build_sentence_map(plan, text)) == rows
+
+
 @pytest.mark.parametrize(
     ("share", "ratio"), [(0.0, 0), (0.1, 10), (0.15, 7), (0.3, 3), (0.4, 3), (0.45, 2), (1.0, 1)]
 )

@@ -361,3 +361,14 @@ def test_inputs_that_cannot_be_read(
     (tmp_path / "b.link").symlink_to("nowhere")
     with pytest.raises(DataError, match=message):
         find_inputs(patterns)
+
+
+def test_only_a_last_line_that_may_be_too_long_has_its_own_block() -> None:
+    block = TextBlock("x", 5, 6, 9, b"ab\ncd\n")
+    assert list(text_input._split_off_last_line(block, 6)) == [block]
+    first, last = TextBlock("x", 5, 3, 9, b"ab\n"), TextBlock("x", 8, 3, 9, b"cd\n")
+    for longest in (5, 3):
+        assert list(text_input._split_off_last_line(block, longest)) == [first, last]
+    told = text_input._without_text(last, 2)
+    assert list(text_input._split_off_last_line(block, 2)) == [first, told]
+    assert list(text_input._split_off_last_line(last, 2)) == [told]

@@ -326,6 +326,11 @@ def test_only_positions_that_are_known_are_restored(corpus, vocabulary):
     assert dataset.positions_after(6 * dataset.streams)[:3] == [(0,) * 5, (4, 3, 0, 2, 1), (0,) * 5]
 
 
+def test_checkpoints_name_the_data_as_those_of_earlier_versions_do():
+    members = [(SimpleNamespace(description=name), 0) for name in ("Text\na", "Text\nb")]
+    assert text_stream._plan_digest(members) == "bf41d480305ad510e91ea8cac6aae6a5"
+
+
 def _latest(layout: Layout, read: list[list[list[int]]]) -> list[list[list[int]]]:
     positions = read[layout.world.rank]
     member = SimpleNamespace(positions_after=lambda count: [row[:count] for row in positions])
