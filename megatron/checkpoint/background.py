@@ -42,7 +42,8 @@ class SavedCheckpoint:
         iteration: Training steps taken.
         path: The checkpoint's folder.
         size: Size of all tensors in bytes.
-        seconds: Seconds from the end of the pause until the checkpoint was published.
+        seconds: Seconds until the checkpoint was published, counted from the beginning of the save
+            or, if it ran in the background, from the end of the pause.
         pause: Seconds for which training was paused, on the rank with the longest pause.
     """
 

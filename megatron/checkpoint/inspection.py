@@ -33,8 +33,8 @@ def compare(first: Reader, second: Reader, *, only: str = "") -> tuple[list[str]
         only: Compare only tensors whose names begin with this prefix. "" compares everything.
 
     Returns:
-        A line for each difference, and the number of tensors that are equal, bit for bit except
-        for the signs of zeros.
+        A line for each difference, and the number of tensors that are equal: bit for bit, except
+        for the signs of zeros and the bits of NaNs.
     """
     lines, equal = list[str](), 0
     first_names, second_names = (

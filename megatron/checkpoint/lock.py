@@ -105,7 +105,7 @@ def _read(descriptor: int) -> Json:
 
 
 def _may_live(holder: Json) -> bool:
-    """Return whether the holder may still be running. On another machine, that is assumed."""
+    """Return whether the holder may still be running. Assume so if it is on another machine."""
     if holder["host"] != socket.gethostname():
         return True
     if holder["pid"] == os.getpid():

@@ -247,7 +247,7 @@ class NonPersistentStore:
         """Copy the files of a checkpoint to the machines that lack them. Collective.
 
         Args:
-            checkpoint: The checkpoint.
+            checkpoint: The checkpoint, as one of the machines that have its manifest lists it.
             present: The names of the files that each rank's machine has, by rank.
             has_manifest: Whether each rank's machine has the manifest, by rank.
 

@@ -52,11 +52,10 @@ class RetentionPolicy:
     """The checkpoints to keep once a newer one is published.
 
     Attributes:
-        latest: Number of most recent checkpoints to keep (--keep-latest). None keeps all except
-            those that `every` deletes.
+        latest: Number of most recent checkpoints to keep (--keep-latest). None sets no limit.
         every: Keep checkpoints whose iteration is a multiple of this number
-            (--save-retain-interval). Without `latest`, only the checkpoint that the tracker named
-            previously may be deleted, as in Megatron Core.
+            (--save-retain-interval). Without `latest`, a save deletes at most one other checkpoint,
+            the one that the tracker named before the save, as in Megatron Core.
     """
 
     latest: int | None = None

@@ -175,7 +175,7 @@ def training_command(
 
 
 def _processes(flag: ParsedFlag | None) -> int:
-    """Return how many processes to start on this machine.
+    """Return how many processes to start on this machine. --gpus 0 hides its GPUs from them.
 
     Raises:
         ConfigError: --gpus is not a number, is more than this machine has, or has no effect.

@@ -111,7 +111,7 @@ def log_probs_path(config: RunConfig, folder: str | None) -> Path | None:
     """Return the path of the file of log-probabilities, or `None` if neither argument gives one.
 
     Args:
-        config: The run. Its --reference-log-probs takes precedence over `folder`.
+        config: The run's configuration. Its --reference-log-probs takes precedence over `folder`.
         folder: Folder of checkpoints, which contains the file by default.
     """
     path = config.preferences.reference_log_probs
@@ -126,7 +126,7 @@ def data_digest(config: RunConfig, members: Sequence[PreferenceDataset]) -> str:
     The layout is not included, because it affects only rounding.
 
     Args:
-        config: The run.
+        config: The run's configuration.
         members: The datasets of pairs, in order.
     """
     digest = hashlib.sha256(str(config.precision.stream_dtype).encode())

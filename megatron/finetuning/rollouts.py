@@ -95,7 +95,7 @@ class Prompts:
     """The prompts of a run: all lines of a file, in a different order in every epoch.
 
     Attributes:
-        records: The lines.
+        records: The JSON object in each line.
         count: The number of samples that the run needs.
         seed: The seed of the shuffle.
     """

@@ -257,7 +257,7 @@ def _resources(run: Description) -> dict[str, str]:
 
 
 class Host(NamedTuple):
-    """A machine of a hostfile and its number of slots, or `None` if its line gives none."""
+    """A machine in a hostfile, and its number of slots (`None` if its line does not say)."""
 
     name: str
     slots: int | None

@@ -32,7 +32,7 @@ class JobConfig:
         cpus_per_node: Processor cores of each machine.
         memory_gb: Memory of each machine.
         time: Time limit, as HH:MM:SS.
-        image: Container image.
+        image: Container image in which the job runs: a name in a registry, or a file.
         volume: Folders in the container, each as SOURCE:TARGET or SOURCE:TARGET:ro. A source
             without a slash is a Kubernetes volume claim.
         env: Environment variables, each as NAME=VALUE.
@@ -95,8 +95,8 @@ class SlurmConfig:
         module: Environment modules to load.
         requeue: Requeue the job when it is preempted or its time is up, until training is complete.
             Requires --load and --save.
-        chain: Number of jobs that run one after another and continue the same run, as an array.
-            Requires --load and --save.
+        chain: Number of jobs, submitted as an array, that run one after another and continue the
+            same run. Requires --load and --save.
         save_seconds: Number of seconds before its time limit at which a job receives the signal to
             save.
     """

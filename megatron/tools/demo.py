@@ -174,7 +174,7 @@ def run_step(title: str, command: Sequence[str]) -> None:
 
 
 def format_command(command: Sequence[str]) -> str:
-    """Format a command for reading and pasting, with a flag and its values on one line."""
+    """Format a command for reading and pasting, with line breaks only before flags."""
     lines = [shlex.quote(command[0])]
     for arg in command[1:]:
         quoted_arg = shlex.quote(arg)

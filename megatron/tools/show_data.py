@@ -124,10 +124,10 @@ class Corpus(NamedTuple):
     """The documents of one entry of --data-path, in any file format.
 
     Attributes:
-        name: The entry.
+        name: The path in the entry.
         documents: A function that yields the sequences of each document, `[tokens]` each, beginning
             with the document of the given index.
-        bad: A message for each line in which `documents` found no document so far.
+        bad: A message for each line that `documents` has read so far without finding a document.
         counts: A text with the numbers of documents, sequences and tokens, and their dtype. Empty
             if the file format does not provide them.
         lengths: The number of tokens in each document, `[documents]`, or `None` if the file format
@@ -343,7 +343,7 @@ def _samples(
 
 
 def _beyond(options: argparse.Namespace, samples: int) -> ConfigError:
-    """Return the error for a first sample that does not exist."""
+    """Return the error for a --first that is not below the number of samples."""
     return ConfigError(
         f"--first {options.first}: there are only {samples:,} training samples: give a smaller "
         "--first"

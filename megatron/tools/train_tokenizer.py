@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _train(paths: Sequence[str], options: argparse.Namespace) -> tuple[int, Files]:
-    """Return the size of the vocabulary and the files to write."""
+    """Train a tokenizer, and return the size of its vocabulary and the files to write."""
     if options.kind == "sentencepiece":
         return _train_sentencepiece(_texts(paths, options), options)
     if options.kind == "bpe":

@@ -134,7 +134,7 @@ def shard_state(
     """Return this process's shards of the parameters of a sharded model.
 
     Args:
-        named_parameters: The parameters.
+        named_parameters: The global name of each parameter, and the parameter.
         gradients: The gradient buffers, which hold the shards.
         in_compute_dtype: Whether to return the shards in the dtype of the forward pass, as in
             checkpoints (copies if this dtype is 16-bit), instead of the fp32 or packed shards

@@ -32,7 +32,8 @@ class Growing:
     """A sequence length that grows from `shortest` to `longest` as a root of the update number.
 
     Attributes:
-        shortest: The first length in tokens, rounded up to a multiple of `multiple`.
+        shortest: The lower limit of the lengths in tokens. It is rounded up to a multiple of
+            `multiple`.
         longest: The last length in tokens, a multiple of `multiple`.
         steps: The first update that has the last length, counted from 1.
         multiple: A divisor of all lengths. Lengths are rounded down to a multiple of it.
@@ -72,7 +73,7 @@ class Discrete:
 
     Attributes:
         lengths: The lengths in tokens.
-        until: The last update that uses each length except the last, counted from 1.
+        until: For each length except the last, the last update that uses it, counted from 1.
     """
 
     lengths: tuple[int, ...]

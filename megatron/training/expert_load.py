@@ -87,7 +87,7 @@ class ExpertLoad:
         """Compute the load from the numbers of tokens.
 
         Args:
-            plan: The network.
+            plan: The plan of the network, which states the number of experts in each layer.
             tokens: The sum over ranks of `expert_load_part`.
         """
         mixtures = mixtures_of(plan)

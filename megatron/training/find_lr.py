@@ -199,7 +199,7 @@ def read_curve(metrics: Path, first_rate: float, iterations: int) -> RateCurve:
     does not raise the rate.
 
     Args:
-        metrics: The file.
+        metrics: The file of JSON lines.
         first_rate: The learning rate of the first update.
         iterations: The number of iterations of the test.
 

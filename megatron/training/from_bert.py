@@ -78,7 +78,7 @@ class StartFromBert(Extras):
 
 
 class _InTowers(WrappedReader):
-    """A reader that presents a BERT checkpoint as a bi-encoder with the same weights per tower."""
+    """A reader that presents a BERT checkpoint as a bi-encoder whose towers have equal weights."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__(reader)

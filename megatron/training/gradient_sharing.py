@@ -36,7 +36,7 @@ def uses_torch_ddp(config: RunConfig, layout: Layout) -> bool:
 
 
 def gathered_in_8_bits(config: RunConfig, layers: LayerRegistry) -> dict[nn.Parameter, Fp8Products]:
-    """Return the weights that are gathered in fp8 after a sharded update, and their products."""
+    """Return the `Fp8Products` of each weight that is gathered in fp8 after a sharded update."""
     return layers.fp8_weights() if config.precision.fp8_param_gather else {}
 
 

@@ -95,7 +95,7 @@ class Passes:
             known.
         micro_batches: With --rerun-mode, the micro-batches, which `repeated` needs.
         fingerprints: With --rerun-mode, a fingerprint of each output, by part of the model: the
-            sum of squares of hidden states, or the loss.
+            sum of squares of hidden states, or the square of the summed absolute losses.
     """
 
     def __init__(

@@ -382,8 +382,8 @@ def _history_from(run: Run, reader: Reader) -> State:
     """Return the tensors into which to load the amax history of delayed fp8 scaling.
 
     If the lengths of the histories differ, only the newest entries are loaded. If the checkpoint
-    lacks the history of some layer, the run's history is cleared, which may be that of updates
-    after the checkpoint (`rewind_run`).
+    lacks the history of some layer, nothing is loaded, and the run's history is cleared, because
+    it may come from updates after the checkpoint (`rewind_run`).
     """
     own_state, saved_names = history_state(run), set(reader.names())
     if not saved_names.issuperset(own_state):

@@ -99,7 +99,7 @@ class Run(ParallelModel):
         batches: The number of samples in each update.
         train_iterations: The number of iterations of the run, including those before a restart.
         datasets: The training, validation and test datasets.
-        exit: A request to exit early, from a signal, a time limit or a file.
+        exit: A request to exit early, because of a signal, a time limit, a file, or closed output.
         save_clock: The clock of --save-interval-in-mins.
         timers: The timers of --timing-log-level, with the clock of --log-straggler.
         spikes: The limits for losses and gradient norms; `None` with --on-spike none.

@@ -457,9 +457,9 @@ def pack_losses(
     """Return the losses on the device, and for each flag the number of ranks that set it.
 
     If labels were counted, losses are multiplied by their weights, and the mean weight is appended
-    to them. This takes a single all-reduce over the world: the ranks with the last part
-    of the model have the losses, and one tensor rank contributes on behalf of all. Each data and
-    context rank contributes its mean over micro-batches.
+    to them. This takes a single all-reduce over the world: the ranks with the last part of the
+    model have the losses, and one tensor rank contributes on behalf of all. Each data and context
+    rank contributes its mean over micro-batches.
 
     Args:
         passes: The passes that computed the losses.

@@ -169,7 +169,7 @@ class TensorBoardWriter:
 class WandbWriter:
     """A Weights & Biases run, resumed if `--wandb-id` is given.
 
-    Its files are written to the same folder as in Megatron.
+    As in Megatron, its files are written to --wandb-save-dir or, by default, to `wandb` in --save.
 
     Raises:
         ConfigError: The package is missing, no user is logged in, or the server refuses the run.

@@ -139,7 +139,7 @@ def core_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str
 
 
 def _frequency(pattern: Json) -> str:
-    """Return our text for a frequency of layers, which is a number or a list in Core."""
+    """Return our flag's text for a frequency of layers, which Core stores as a number or list."""
     return f"[{','.join(map(str, pattern))}]" if isinstance(pattern, list) else str(pattern)
 
 

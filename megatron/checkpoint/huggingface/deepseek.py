@@ -153,7 +153,8 @@ class DeepSeek(Mixtral):
 
         Args:
             settings: The keys of config.json.
-            model: The network, with only the number of experts of its mixtures set.
+            model: The network. Of its mixtures, only the number of experts, and how many of them
+                each token uses, are set.
         """
         experts, layers = max(model.num_experts or (1,)), model.num_layers
         inner = settings.size("moe_intermediate_size")

@@ -34,7 +34,7 @@ _LAYER = {
 
 
 def gelu_name(model: ModelConfig) -> str:
-    """Return the name in config.json of the GELU, exact or approximate, nearest to a network's."""
+    """Return config.json's name for exact GELU if the network uses it, or for approximate GELU."""
     return "gelu" if model.activation == "gelu" else "gelu_new"
 
 

@@ -65,7 +65,7 @@ def interleaved(
     """Return the conversion of queries, keys and values whose adjacent channels rotate together.
 
     Args:
-        layer: The layer.
+        layer: The plan of the layer.
         conversion: The conversion of queries, keys and values without reordering of channels.
     """
     mixer = rules.attention_of(layer)
@@ -84,7 +84,7 @@ def interleaved(
 
 
 def _norm_of_heads(layer: plans.LayerPlan) -> rules.TensorConversion:
-    """Return the conversion of a query or key norm's weight: [n, d] in files, [n d] here."""
+    """Return the conversion of a query or key norm's weight, from [n, d] in files to our [n d]."""
     mixer = rules.attention_of(layer)
     order = torch.arange(mixer.head_size)
     if mixer.rotary is not None:

@@ -33,7 +33,7 @@ _QWEN = {
 
 
 def max_experts(layers: int) -> int:
-    """Return the largest number of experts that each of a network's layers may have."""
+    """Return the limit on the number of experts per layer in a network that a file describes."""
     return min(MAX_EXPERTS, _MAX_TOTAL_EXPERTS // layers)
 
 

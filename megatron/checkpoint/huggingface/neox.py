@@ -97,7 +97,7 @@ _STABLE_KEYS = (
 
 @dataclass(frozen=True)
 class StableLm(LlamaLike):
-    """StableLM: Llama with LayerNorm. Parallel attention and MLP share a normalization."""
+    """StableLM: Llama with LayerNorm, which attention and MLP share if they are parallel."""
 
     keys: tuple[rules.Key, ...] = _STABLE_KEYS
     optional_kv_heads: bool = True

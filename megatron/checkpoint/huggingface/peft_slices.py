@@ -126,7 +126,7 @@ def join(kind: str, parts: Mapping[AdapterSlice, Tensor], lengths: Tensor | None
         parts: The tensors of all adapted projections, in order: A [rank, in], B [out, rank] or
             magnitudes [out].
         lengths: The norms of the rows of our layer's weight, [rows], which are the magnitudes of
-            rows without an adapter. `None` if all rows have an adapter, or for other kinds.
+            rows without an adapter. `None` if all rows have an adapter, or `kind` is "a" or "b".
 
     Returns:
         A [rank * projections, in], B [outputs of the module, rank * projections] or magnitudes

@@ -27,7 +27,7 @@ class AdapterExport:
         reader: The checkpoint.
         model: The network with adapters.
         names: The network's adapters in PEFT's files (`peft_names`).
-        single: The name of the file.
+        single: The name of the file that contains all tensors.
     """
 
     reader: Reader

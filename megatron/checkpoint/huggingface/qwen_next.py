@@ -46,8 +46,8 @@ _DELTA_NET = {
 def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
     """Return the conversion of queries, keys and values with output gates.
 
-    In the files, each head's query is followed by its gate. Here, each group has all of its
-    queries, then all of its gates, then the key and the value.
+    In the files, each head's query is followed by its gate. In our weight, each group has all of
+    its queries, then all of its gates, then the key and the value.
     """
     groups, heads = mixer.kv_heads, mixer.heads // mixer.kv_heads
     by_group = rules.grouped(groups, (2 * heads, 1, 1))
@@ -65,10 +65,10 @@ def gated_heads(mixer: plans.AttentionPlan) -> rules.TensorConversion:
 
 
 def convolution(mixer: GatedDeltaNetPlan) -> rules.TensorConversion:
-    """Return the conversion of a convolution's weight, [c, 1, k] in files and [c, k] here.
+    """Return the conversion of a convolution's weight, [c, 1, k] in files and [c, k] in our model.
 
-    In the files, the channels of all queries come first, then all keys, then all values. Here, they
-    are ordered by key head.
+    In the files, the channels of all queries come first, then all keys, then all values. In our
+    weight, they are ordered by key head.
     """
     sizes = (mixer.keys, mixer.keys, mixer.values)
     by_head = rules.grouped(mixer.key_heads, [size // mixer.key_heads for size in sizes])

@@ -179,10 +179,10 @@ class Settings:
         self._read_keys.update(keys)
 
     def refuse_unread_keys(self) -> None:
-        """Check that every key has been read.
+        """Check that every key that may affect the network has been read.
 
         Raises:
-            CheckpointError: Some keys have not been read. The message names all of them.
+            CheckpointError: Some of these keys have not been read. The message names all of them.
         """
         unread = sorted(self.values.keys() - self._read_keys - _HARMLESS)
         if unread:

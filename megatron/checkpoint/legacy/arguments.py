@@ -79,7 +79,7 @@ def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, .
     """Refuse arguments that enable network features that this program does not support.
 
     Args:
-        args: The arguments.
+        args: The arguments by name.
         neutral: The accepted values of each argument, which leave the feature off.
 
     Raises:

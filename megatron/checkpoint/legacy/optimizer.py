@@ -53,7 +53,7 @@ class OptimizerState:
         Args:
             parameter: The parameter.
             kind: The native name of the kind of state, such as "exp_avg".
-            tensor: The state.
+            tensor: A reference to the values of the state.
 
         Raises:
             CheckpointError: The state and the parameter differ in shape, so states and parameters

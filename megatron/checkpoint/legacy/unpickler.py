@@ -6,10 +6,10 @@ and refuses everything else. A name in the file is looked up in a table of our o
 Nothing that a file names is imported or called.
 
 A hostile file cannot hang or crash the reader either. There are limits on bytes, instructions, the
-sizes of integers, and the items that calls copy. Dict keys are strings and small integers, or flat
-tuples of them, because hashing nested tuples takes time exponential in their depth. A finished tree
-contains no cycle, and its depth and its number of values are limited, counting a shared value each
-time it occurs. Code that walks the tree may therefore use recursion.
+sizes of integers, and the items that calls copy. Dict keys are strings, small integers, flat tuples
+of these, or records, because hashing nested tuples takes time exponential in their depth. A
+finished tree contains no cycle, and its depth and its number of values are limited, counting a
+shared value each time it occurs. Code that walks the tree may therefore use recursion.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Factory:
 
     Attributes:
         name: A name for messages.
-        call: The function.
+        call: The function, which gets the arguments in the pickle.
         is_class: Whether the pickle may create objects of this class and set their state.
     """
 
@@ -101,7 +101,7 @@ class TensorRef:
     """A reference to a tensor: a strided view of a storage whose bytes have not been read.
 
     Attributes:
-        storage: The storage.
+        storage: The storage that contains the elements.
         offset: The index of the tensor's first element in the storage.
         shape: The tensor's shape.
         stride: The tensor's strides, in elements.
@@ -175,7 +175,7 @@ def read_pickle(
     """Return the tree in a pickle: dicts, lists, tuples, scalars and the records above.
 
     Args:
-        data: The pickle.
+        data: The bytes of the pickle.
         source: The file's name, for messages.
         names: The only global names that the pickle may use, with our stand-ins for them. The
             dtypes of torch are always allowed. `None` allows the names that torch.save uses

@@ -369,7 +369,7 @@ class LegacyWriter:
         return tree
 
     def _master(self, parameter: FileParameter) -> LazyTensor:
-        """Return the fp32 copy of a 16-bit parameter, which is made here if it was frozen."""
+        """Return the fp32 master of a parameter, or the parameter in fp32 if it has no master."""
         if _name(parameter, _MASTER) in self._saved_names:
             return self._value(parameter, _MASTER)
         weight = self._value(parameter)

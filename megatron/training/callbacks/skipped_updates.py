@@ -42,7 +42,7 @@ class _SkipReason:
 
 
 class SkippedUpdates(Callback):
-    """A callback that reports skipped updates, and ends the run if there are too many in a row.
+    """A callback that reports skipped updates, and ends the run unless the flags allow for them.
 
     An update with non-finite gradients or a spike (`--on-spike`) has not changed the parameters.
     With a dynamic fp16 loss scale, overflowing gradients are not an error: they only lower the

@@ -45,10 +45,10 @@ class SuspiciousUpdates(Callback):
     """A callback that acts on the result of a second computation, as Megatron Core does.
 
     If the two results differ, there was a transient fault. The run saves the state before the
-    update and exits with code 17. If the results are the same, the cause is the data, or a machine
-    that makes the same error every time. Unless the flags skip the update anyway, the run then
-    saves and exits with code 16, so that other machines can compute the update. Their result shows
-    the cause.
+    update, if --save is given, and exits with code 17. If the results are the same, the cause is
+    the data, or a machine that makes the same error every time. Unless the flags skip the update
+    anyway, a run with --save then saves and exits with code 16, so that other machines can compute
+    the update. Their result shows the cause.
     """
 
     def __init__(self, scalars: Scalars, checkpoints: Checkpoints | None) -> None:
