@@ -19,9 +19,9 @@ class FinetuningConfig:
     """Finetuning.
 
     Attributes:
-        sft: Train on conversations. --data-path and similar flags name JSON Lines files, and only
-            the assistant's turns count in the loss. finetune.py turns this on unless --no-sft is
-            given.
+        sft: Train on conversations. --data-path and similar flags name JSON Lines or parquet files,
+            and only the assistant's turns count in the loss. finetune.py turns this on unless
+            --no-sft is given.
         train_on_inputs: Also count the other turns in the loss.
         last_turn_only: Count only the assistant's last turn of a conversation.
         truncation: What to do with an example that is longer than --seq-length: end with an error,
