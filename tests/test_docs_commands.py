@@ -355,6 +355,24 @@ def test_links_to_headings_resolve(page: Path) -> None:
     assert not missing
 
 
+def test_the_index_lists_every_page() -> None:
+    folder = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([^)#]+\.md)", (folder / "index.md").read_text(encoding="utf-8")))
+    files = {file.relative_to(folder).as_posix() for file in folder.rglob("*.md")}
+    assert files - linked == {"index.md"}
+
+
+def test_the_page_of_reports_names_every_event() -> None:
+    """They are the events that callbacks write to --metrics-jsonl."""
+    sources = [file.read_text() for file in (ROOT / "megatron" / "training").rglob("*.py")]
+    kinds = {kind for text in sources for kind in re.findall(r'\.event\(run, "([^"]+)"', text)}
+    assert len(kinds) > 8
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith("| `event: checkpoint`")]
+    named = {name.removeprefix("event: ") for name in re.findall(r"`([^`]+)`", row)}
+    assert kinds <= named
+
+
 def test_modules_that_the_page_of_kernels_names_exist() -> None:
     """The page says which of them replaces which part of Apex and Transformer Engine."""
     named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/kernels.md").read_text(encoding="utf-8"))
