@@ -189,7 +189,7 @@ def test_a_wait_at_a_reading_of_the_clocks_is_no_speed(monkeypatch: pytest.Monke
         now += 10.0
 
     monkeypatch.setattr(health, "ReadyClock", lambda: SimpleNamespace(seconds=waits))
-    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(health, "time", SimpleNamespace(perf_counter=clock))
     assert health._speed(work, 60.0, Device.cpu()) == 5.0
 
 
@@ -197,7 +197,7 @@ def test_the_speed_of_a_disk_is_bytes_per_second(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     times = iter((10.0, 10.5))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(health, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     assert health._disk_speed(tmp_path / "new") == 2 * health._DISK_BYTES
     assert list((tmp_path / "new").iterdir()) == []
 

@@ -219,7 +219,7 @@ def test_all_ranks_save_when_one_clock_says_so(tmp_path, flags):
 
 def test_the_clock_starts_again_with_each_save(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(timers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(timers, "time", SimpleNamespace(monotonic=lambda: now))
     clock = SaveClock(0.5)
     now += 29.0
     assert not clock.is_due
