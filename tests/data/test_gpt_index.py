@@ -11,6 +11,7 @@ import pytest
 from megatron.data import gpt
 from megatron.data.datasets import split_bounds
 from megatron.data.gpt import (
+    GPTIndexPlan,
     build_gpt_index,
     build_sample_index,
     plan_gpt_index,
@@ -73,6 +74,34 @@ def test_plan_takes_the_fewest_epochs(num_samples: int) -> None:
     separate = fewest > 1 and num_samples - before < int(0.80 * ((tokens - 1) // seq_length))
     assert plan.separate_last_epoch == separate
     assert plan.samples_before_last_epoch == (before if separate else plan.samples)
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs", "total", "together"),
+    [(10, 1, 10, 10), (11, 2, 20, 10), (17, 2, 20, 10), (18, 2, 20, 20), (20, 2, 20, 20)],
+)
+def test_less_than_four_fifths_of_an_epoch_are_shuffled_separately(
+    samples: int, epochs: int, total: int, together: int
+) -> None:
+    """An epoch of 81 tokens has 10 samples of 8 tokens."""
+    plan = plan_gpt_index(4, 81, samples, 8)
+    assert plan == GPTIndexPlan(4, 8, epochs, total, together)
+    assert plan.separate_last_epoch == (total > together)
+
+
+def test_the_largest_numbers_of_documents_and_of_samples() -> None:
+    assert plan_gpt_index(2**31 - 1, 9, 1, 8).epochs == 1
+    with pytest.raises(DataError, match="need 1 epochs of the split's 2147483648 documents"):
+        plan_gpt_index(2**31, 9, 1, 8)
+    with pytest.raises(DataError, match="need 2 epochs of the split's 1073741824 documents"):
+        plan_gpt_index(2**30, 9, 2, 8)
+    for samples, kind in ((2**32 - 3, "u4"), (2**32 - 2, "i8")):
+        plan = GPTIndexPlan(3, 8, 2, samples, samples)
+        assert [(one.suffix, one.dtype.str[1:], one.shape) for one in plan.specs] == [
+            ("doc_idx", "i4", (6,)),
+            ("sample_idx", "i4", (samples + 1, 2)),
+            ("shuffle_idx", kind, (samples,)),
+        ]
 
 
 def test_a_separate_last_epoch_stays_last() -> None:

@@ -372,3 +372,21 @@ def test_only_a_last_line_that_may_be_too_long_has_its_own_block() -> None:
     told = text_input._without_text(last, 2)
     assert list(text_input._split_off_last_line(block, 2)) == [first, told]
     assert list(text_input._split_off_last_line(last, 2)) == [told]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 19, 1 << 21])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_line_of_just_the_longest_size_is_read_whole(
+    block_bytes: int, suffix: str, tmp_path: Path
+) -> None:
+    path, last = tmp_path / f"a.jsonl{suffix}", b'{"text":"b"}\n'
+    for size in ((1 << 20) - 1, 1 << 20, (1 << 20) + 1):
+        line = b'{"text":"' + b"x" * (size - 12) + b'"}\n'
+        assert len(line) == size
+        path.write_bytes(gzip.compress(line + last, 1) if suffix else line + last)
+        blocks = [*read_blocks([str(path)], ["text"], block_bytes, max_line_mb=1)]
+        data = b"".join(block.read() for block in blocks if not block.problem)
+        problems = [block.problem for block in blocks if block.problem]
+        fits = size <= 1 << 20
+        assert problems == ([] if fits else ["the line is longer than 1 MiB"])
+        assert data == (line + last if fits else last)
