@@ -235,6 +235,26 @@ def test_malformed_records_are_refused_with_file_line_and_remedy(
     assert "\n" not in said
 
 
+def test_lines_are_counted_over_the_blocks_of_each_file(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("megatron.data.conversations._BLOCK_BYTES", 1)  # a block per line
+    good = json.dumps(_said(USER, ANSWER))
+    names = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    for name, lines in zip(names, ([good, good, "[", good, "["], ["[", good]), strict=True):
+        Path(name).write_text("\n".join(lines) + "\n")
+    found = load_examples(
+        str(tmp_path), _encoder(folder), IndexCache(()), workers=1, skip_bad_lines=True
+    )
+    assert len(found) == 4
+    warnings = capsys.readouterr().err.splitlines()
+    places = [re.sub("^WARNING: --data-path (.*?): .*", r"\1", line) for line in warnings]
+    assert places == [f"{names[0]}:3", f"{names[0]}:5", f"{names[1]}:1"]
+
+
 def test_malformed_records_are_left_out_if_wanted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -120,6 +120,16 @@ def test_ids_outside_the_vocabulary_are_refused_at_the_start(tmp_path: Path) -> 
         build(prefix, vocab_size=500)
 
 
+def test_the_largest_id_of_a_vocabulary_is_its_last(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        tokens = np.array([*[3, 7] * 20, *[7] * 40])
+        builder.add_documents(tokens, np.array([40, 40]), np.ones(2, int))
+    dataset = build(tmp_path / "x", vocab_size=8, num_samples=4)
+    assert max(int(dataset[i]["text"].max()) for i in range(len(dataset))) == 7
+    with pytest.raises(DataError, match=r"x\.bin: document \d holds the token id 7, but .* 7"):
+        build(tmp_path / "x", vocab_size=7, num_samples=4)
+
+
 def test_a_split_without_tokens_is_refused_with_numbers(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "x", longest=1)
     with pytest.raises(DataError, match="train split consists of documents 0 to 99 of 100"):
