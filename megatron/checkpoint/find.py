@@ -9,7 +9,7 @@ addition, we write the following files and folders:
                                         Megatron Core's format
     iter_0000100.tmp-<unique>/          a save that did not finish; never read
     iter_0000100.old-<unique>/          replaced by a newer save of the same iteration; read only if
-                                        a crash left no iter_0000100
+                                        iter_0000100 is missing, after a crash, or damaged
     iter_0000100.unverified-<unique>/   a conversion that failed its check; never read
 """
 

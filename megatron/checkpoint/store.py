@@ -274,7 +274,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> Json:
 
     Returns:
         `files`: size, header size (both in bytes) and header SHA-256 by file name. `tensors`:
-        first byte, size in bytes and SHA-256 by key.
+        offset of the first byte, size in bytes and SHA-256 by key.
 
     Raises:
         StorageError: A file cannot be written.

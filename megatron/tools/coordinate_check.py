@@ -154,7 +154,7 @@ def config_of(options: argparse.Namespace, width: int, seed: int) -> RunConfig:
 
 
 def changes_after(config: RunConfig, steps: int) -> Changes:
-    """Return the mean absolute change of each activation of a batch during training.
+    """Train a network, and return the mean absolute change of each activation of a fixed batch.
 
     Args:
         config: The configuration of the run.

@@ -158,7 +158,7 @@ def read_settings(out: Path) -> Any:
 
 
 def run_step(title: str, command: Sequence[str]) -> None:
-    """Print and run one command of the tutorial, and exit with its code if it fails."""
+    """Print and run one command of the demo, and exit with its code if it fails."""
     print(f"\n=== {title}\n$ {format_command(command)}\n", flush=True)
     start = time.perf_counter()
     # The command `megatron` exists only if the package is installed.

@@ -106,7 +106,7 @@ def skipped_line(iteration: int, train_iterations: int, samples: int) -> str:
 
 
 def is_likelihood(name: str) -> bool:
-    """Return whether the exponential of a language model's loss `name` is a perplexity."""
+    """Return whether exp(loss) is a perplexity, for a language model's loss with this log name."""
     return not name.startswith(DIVERGENCE)
 
 

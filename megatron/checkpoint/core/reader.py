@@ -245,7 +245,7 @@ class CoreReader(Reader):
     def _sources_in(
         self, parts: Mapping[str, str], native: names.NativeName
     ) -> Iterator[tuple[str, Source]]:
-        """Yield the name and source of each of our tensors that tensors on disk contain.
+        """Yield the name and source of each of our tensors that is stored in these tensors on disk.
 
         Args:
             parts: The tensors' names on disk by `NativeName.part`. A whole tensor has part "".
@@ -335,7 +335,7 @@ class CoreReader(Reader):
 
 
 def _optimizers(tree: Mapping[str, Any]) -> Iterator[Mapping[Any, Any]]:
-    """Yield the parts of the optimizer's tree; with experts, it has two optimizers, 0 and 1."""
+    """Yield the parts of the optimizer's tree. With experts, they include optimizers 0 and 1."""
     pending = [tree.get("optimizer")]
     while pending:
         node = pending.pop()
