@@ -161,7 +161,7 @@ class PlainAnswer(Answer):
 
     @property
     def can_look_ahead(self) -> bool:
-        """Whether the next token can be chosen without knowing the one being computed."""
+        """Whether the next choice can be prepared before the token being computed is known."""
         depends = self._choice.is_penalized or self.request.sampling.banned_pairs
         return not self._awaits_prompt_scores and not depends
 

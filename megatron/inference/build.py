@@ -304,7 +304,7 @@ def make_cache(
 
     Raises:
         ConfigError: The states of `options.max_sequences` sequences, or a single block, do not fit
-            in memory, or a mixer keeps nothing from token to token.
+            in memory, or a mixer keeps neither keys and values nor states.
     """
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes, states = {}, {}

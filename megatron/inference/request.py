@@ -63,7 +63,7 @@ class Sampling:
         stop_sequences: Token sequences that end the answer once its last tokens match one. The
             match may begin in the prompt. Megatron's `stop_on_double_eol` uses the stop token 628
             and the sequence (198, 198); its `stop_on_eol` uses the stop tokens 628 and 198.
-        banned_pairs: Pairs (first, second), in which `second` is never chosen right after `first`.
+        banned_pairs: Pairs (first, second) of tokens. `second` is never chosen right after `first`.
             Megatron's "prevent newline after colon" uses them.
         beam_width: Number of beams. If it is above 1, a beam search without sampling returns the
             best answers that it has found, as many as there are beams.

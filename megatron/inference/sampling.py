@@ -50,7 +50,7 @@ class Choice(NamedTuple):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the token is sampled."""
+        """Whether the token is drawn at random: neither given, nor always the most likely one."""
         return self.target is None and self.temperature >= _MIN_TEMPERATURE and self.top_k != 1
 
     @property

@@ -16,7 +16,7 @@ _MAX_PENDING = 8
 
 
 class Detokenizer:
-    """Converts a growing sequence of ids to text, in pieces that never split a character."""
+    """A converter of a growing sequence of ids to text, in pieces that never split a character."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         """Start after a prompt.

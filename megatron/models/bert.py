@@ -326,7 +326,7 @@ class BertTaskModel(BertModel):
             hidden: [s, b c, h], the previous part's output; `None` in the first part of the model.
 
         Returns:
-            Hidden states for the next part, [s, b c, h]; from the last part scores, fp32
+            Hidden states for the next part, [s, b c, h]. The last part returns scores instead, fp32
             [b, c outputs].
         """
         flat = (tokens.flatten(0, 1), is_token.flatten(0, 1), token_types.flatten(0, 1))

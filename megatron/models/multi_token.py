@@ -45,8 +45,8 @@ def copies_words(plan: ModelPlan) -> bool:
 class Depth(nn.Module):
     """A predictor of one more token: two normalizations, a projection, a layer, a normalization.
 
-    The projection is not split. With sequence parallelism, every tensor rank multiplies its own
-    tokens, without communication. Otherwise all ranks multiply the same tokens.
+    The projection is not split. With sequence parallelism, every tensor rank projects its own
+    tokens, without communication. Otherwise all ranks project the same tokens.
 
     Args:
         plan: The plan of all depths.

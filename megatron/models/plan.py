@@ -555,7 +555,7 @@ class ClassifierPlan(HeadPlan):
     Attributes:
         outputs: Number of scores.
         bias: Whether each score has a bias.
-        in_fp32: Whether to multiply in fp32. In 16 bits, scores from 0 to 5 would be rounded to
+        in_fp32: Whether to compute scores in fp32. In bf16, scores from 2 to 4 would be rounded to
             multiples of 1/64.
     """
 

@@ -124,8 +124,8 @@ def recompute(
         split_over: The ranks that hold the same x, each of which keeps an equal part of it. A
             single process keeps it whole.
         recompute_context: A function that returns a context manager for recomputing `function`.
-        stops_early: Whether to stop recomputing once backward has what it needs, which may be in
-            the middle of a module's forward.
+        stops_early: Whether to stop recomputing once the backward pass has what it needs, which may
+            be in the middle of a module's forward pass.
     """
     if split_over.size == 1 or not torch.is_grad_enabled():
         return checkpointed(

@@ -1,7 +1,7 @@
 """Retro's cross-attention: chunks attend to retrieved neighbors, and neighbors to their chunk.
 
 A sequence of s tokens is cut into l chunks of m tokens, each with k neighbors of r tokens (Borgeaud
-et al., 2022). Weights multiply whole sequences, token by token. Only the attention core treats
+et al., 2022). Linear layers process whole sequences, token by token. Only the attention core treats
 chunks as samples. Each context rank holds two slices of every sequence, cut at the borders of
 chunks.
 

@@ -305,7 +305,7 @@ class Adapter(nn.ModuleDict):
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
     def by_projection(self, rows: Tensor) -> dict[str, Tensor]:
-        """Split a vector with one element per row of the weight by projection.
+        """Split a vector, which has one element for each row of the weight, by projection.
 
         Args:
             rows: The vector [out].
@@ -356,7 +356,7 @@ def projections_of(linear: object) -> tuple[str, ...]:
 class _AdaptedProduct(torch.autograd.Function):
     """The product x W^T + scale (x A^T) B^T for a frozen W.
 
-    In both passes the low-rank product is written first, and the product with W adds to it. The
+    In both passes the low-rank product is written first, and the product with W is added to it. The
     opposite order would take another memory-bound pass over the result.
     """
 
@@ -388,7 +388,7 @@ class _DownProduct(torch.autograd.Function):
     """The product x A^T, returned together with x for the product with the frozen weight.
 
     When the backward pass reaches this function, the gradient of x is complete except for the term
-    from x A^T. The product that computes this term adds it in the same pass over memory.
+    from x A^T. A single pass over memory computes this term and adds it.
     """
 
     @staticmethod

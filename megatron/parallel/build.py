@@ -66,7 +66,7 @@ class Kernels:
         new_products: A function that creates the products of one linear layer in attention or an
             MLP.
         output_products: The products that compute logits.
-        expert_casts: The casts to FP8 for experts; `None` if experts do not multiply in 8 bits.
+        expert_casts: The casts to FP8 for experts; `None` if experts do not compute in FP8.
         attention: The implementation of the attention core.
         own_attention: The attention core for sequences that are entirely on this rank, regardless
             of the number of context-parallel ranks.
@@ -105,7 +105,7 @@ class BuildContext:
         precision: The remaining precision settings.
         kernels: The implementation of each operation.
         fp8_layers: The indices, from 0, of the layers whose products are those of `kernels`; other
-            layers multiply in the format of their weights. `None` means all layers.
+            layers compute in the format of their weights. `None` means all layers.
         overlap: Whether to communicate while computing. The results are the same without it.
         exchange: The exchange through which split layers send rows during their products; `None`
             uses collectives before and after the products.
@@ -247,7 +247,7 @@ class BuildContext:
     def multiplying_by(
         self, new_products: Callable[[], Products], *, for_output: Products | None = None
     ) -> BuildContext:
-        """Return a copy of this context whose linear layers multiply in a different format.
+        """Return a copy of this context whose linear layers compute in a different format.
 
         Args:
             new_products: A function that creates the products of one linear layer.

@@ -1,9 +1,9 @@
 """Collectives, and other communication between the ranks of an axis.
 
-On an axis of one process, every function is the identity, except that all-to-all exchanges and
-`start_sum_rows` require several processes. The functions at the top support autograd; those at the
-bottom do not. `linear` uses `Communication` for the products of split layers. Functions named
-`start_...` return before the data has arrived.
+On an axis of one process, every function is the identity, except that all-to-all exchanges,
+`start_gather_rows` and `start_sum_rows` require several processes. The functions at the top support
+autograd; those at the bottom do not. `linear` uses `Communication` for the products of split
+layers. Functions named `start_...` return before the data has arrived.
 """
 
 from __future__ import annotations

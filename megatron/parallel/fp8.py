@@ -175,7 +175,7 @@ class AmaxHistory:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Record no amaxes inside the block, in which the layers use averaged weights."""
+        """Discard the amaxes recorded inside the block, in which layers use averaged weights."""
         running_amaxes = self._running_amaxes.clone()
         yield
         self._running_amaxes.copy_(running_amaxes)

@@ -97,7 +97,7 @@ class PendingBucket:
 
 
 class Reducer:
-    """Averages buckets of gradients over the processes that hold the same weights.
+    """An object that averages buckets of gradients over the processes with the same weights.
 
     Args:
         buckets: All buckets, in sending order.

@@ -124,7 +124,7 @@ class Journal:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """Send no marks and report no waits inside the block, in which a device records a pass.
+        """Suppress marks and reports of waits inside the block, in which a device records a pass.
 
         Otherwise each replay of the recording would send the marks again.
         """

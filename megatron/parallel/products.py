@@ -4,9 +4,9 @@ With x [m, in], weight [out, in] and the output's gradient [m, out]:
 
     output = x W^T        input gradient = grad W        weight gradient = grad^T x
 
-`Products` itself multiplies in the tensors' own format, and `InFp32` in fp32. With `RowByRow`, the
-bits of a row do not depend on the other rows. `fp8.Fp8Products` multiplies in 8 bits. How operands
-reach the ranks that need them is a separate choice (see `linear`).
+`Products` itself computes in the tensors' own format, `InFp32` in fp32, and `fp8.Fp8Products` in
+FP8. With `RowByRow`, the bits of a row do not depend on the other rows. How operands reach the
+ranks that need them is a separate choice (see `linear`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Products:
     # The same operations for a transport that splits the products by rows.
 
     def weight_operands(self, weight: Tensor) -> tuple[Operand, Operand]:
-        """Return the operands for a weight [out, in]: for the output, and the input's gradient."""
+        """Return a weight [out, in] as operands for the output and for the input's gradient."""
         return (weight.t(),), (weight,)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Operand:
@@ -204,14 +204,14 @@ class InFp32(Products):
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     def input_gradient(self, grad: Operand, saved: Operand) -> Tensor:
-        """Return the input's gradient grad W, multiplied in fp32, in the weight's dtype."""
+        """Return the input's gradient grad W, computed in fp32 and cast to the weight's dtype."""
         (weight,) = saved
         return (grad[0] @ weight.float()).to(weight.dtype)
 
     def weight_gradient(
         self, grad: Operand, saved: Operand, x: Tensor | None, into: Tensor, *, accumulate: bool
     ) -> None:
-        """Write grad^T x, multiplied in fp32, to `into` [out, in], or add it if `accumulate`."""
+        """Write grad^T x, computed in fp32, to `into` [out, in], or add it if `accumulate`."""
         assert x is not None
         value = grad[0].t() @ x.flatten(0, -2).float()
         into.copy_(into + value if accumulate else value)

@@ -211,7 +211,7 @@ class Routers:
             state.update_bias(state_counts)
 
     def pop_losses(self) -> list[Tensor]:
-        """Return each router's losses, fp32 [kinds], and reset all states."""
+        """Return each router's losses, fp32 [kinds], and `reset` all states for the next update."""
         losses = [state.losses.clone() for state in self.states]
         for state in self.states:
             state.reset()

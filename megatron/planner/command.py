@@ -110,7 +110,7 @@ class PlanRequest:
         flags: The run as flags, without a layout.
         vocabulary: The number of entries in the vocabulary, without padding.
         gpus: The number of GPUs.
-        machine: The machine.
+        machine: The machine that the GPUs belong to.
         teacher: The network of --teacher; `None` if there is none.
     """
 

@@ -84,10 +84,10 @@ class Seconds(NamedTuple):
     """The time of one pass, by what the device is doing.
 
     Attributes:
-        products: Matrix products.
-        attention: Attention.
-        memory: Kernels that move data: normalizations, activations, casts, loss.
-        exchange: Exposed messages between tensor, context and expert ranks.
+        products: The time of matrix products.
+        attention: The time of attention, or of the recurrence that replaces it.
+        memory: The time of kernels that move data: normalizations, activations, casts, loss.
+        exchange: The time of exposed messages between tensor, context and expert ranks.
     """
 
     products: float = 0.0
@@ -113,9 +113,9 @@ class PassTimes(NamedTuple):
     """The times of a micro-batch in a layer or a head.
 
     Attributes:
-        forward: The forward pass.
-        inputs: The gradients of the inputs, including recomputation.
-        weights: The gradients of the weights.
+        forward: The time of the forward pass.
+        inputs: The time of the gradients of the inputs, including recomputation.
+        weights: The time of the gradients of the weights.
         host: The time that the host takes to launch all passes while the device computes.
     """
 

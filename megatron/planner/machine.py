@@ -41,7 +41,7 @@ class Machine:
         experts_in_fp8: Whether the device also supports FP8 in the grouped products of experts.
         grouped: FLOP/s of the grouped products of experts.
         attention: FLOP/s of attention with heads of 128 channels and long sequences, forward and
-            backward together, with 3 products of the backward pass counted as 2 (like model FLOPs).
+            backward together. The 5 products of the backward pass count as 4, as in model FLOPs.
         ring: Rate of the kernel that ring attention uses, as a fraction of `attention`.
         copy: Bytes/s that kernels without matrix products read and write.
         kernel: Seconds that every kernel takes to start and end.

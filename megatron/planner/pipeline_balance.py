@@ -34,9 +34,9 @@ class Durations(NamedTuple):
     """Times of a micro-batch in a layer, in the head or in a part of the model.
 
     Attributes:
-        forward: The forward pass.
-        inputs: The gradients of the inputs, including recomputation.
-        weights: The gradients of the weights.
+        forward: The time of the forward pass.
+        inputs: The time of the gradients of the inputs, including recomputation.
+        weights: The time of the gradients of the weights.
     """
 
     forward: float

@@ -343,7 +343,7 @@ def _update(
         config: The run's configuration.
         plan: The plan of the whole network.
         layout: The sizes of the process grid.
-        machine: The machine.
+        machine: The machine on which the processes run.
         passes: The times of a micro-batch in the slowest pipeline stage.
         micro_batches: The number of micro-batches per update.
     """

@@ -133,7 +133,7 @@ class Search:
         start: The run, with any layout.
         vocabulary: The number of entries in the vocabulary, without padding.
         gpus: The number of GPUs.
-        machine: The machine.
+        machine: The machine that the GPUs belong to.
         memory: Bytes that a process may use.
         seconds: The longest acceptable time of an update.
         teacher: The network of a teacher, whose memory and time are included, or `None`.

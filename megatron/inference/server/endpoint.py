@@ -193,7 +193,7 @@ class Endpoint:
     async def _stream(
         self, answer: EventStream, request: Request, send: Send, deadline: float
     ) -> None:
-        """Send server-sent events. Errors are also events, because the status is already sent."""
+        """Send server-sent events. Errors become events too, because the status is sent first."""
 
         async def put(data: bytes, *, more: bool = True) -> None:
             try:

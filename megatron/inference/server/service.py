@@ -280,7 +280,7 @@ class TextAnswer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete."""
+        """Whether a stop string or the engine has ended the answer."""
         return self._stopped or self.finished is not None
 
     def echo(self) -> TextPiece:

@@ -306,7 +306,7 @@ class Texts:
 
         Raises:
             ConfigError: The text of a single token could exceed `_MAX_DECODED_BYTES`.
-            DataError: The time to decode a token has no bound.
+            DataError: The tokenizer's decoder could take an unbounded time to decode a token.
         """
         self._max_length = max_length
         longest = max(len(entry.encode("utf-8", "surrogatepass")) for entry in tokenizer.vocab)

@@ -108,7 +108,7 @@ def ring_plan(
 
     Args:
         axis: The context axis.
-        length: The number of tokens of a sequence on this rank, in both chunks.
+        length: The number of tokens of a sequence on this rank, in both chunks together.
         causal: Whether tokens attend only to earlier tokens.
         longest: The maximum number of tokens of a document; `None` means no limit.
         window: The maximum number of earlier tokens to which a query attends; `None` for no limit.
