@@ -1,18 +1,24 @@
 """Weights in flat buffers: who waits for which of them, and when."""
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.config.stages import ModelPart
+from megatron.kernels.fp8 import E4M3, Fp8Casts
 from megatron.models.gpt import GPTModel
 from megatron.models.plans import model_plan
 from megatron.parallel import weights
 from megatron.parallel.build import BuildContext
 from megatron.parallel.collectives import Pending
+from megatron.parallel.fp8 import AmaxHistory, DelayedScaling, Fp8Format, Fp8Products
 from megatron.parallel.layout import Layout
-from megatron.parallel.weights import WeightBuffer, first_users
+from megatron.parallel.weights import Fp8Weights, WeightBuffer, first_users
 from tests.models.small import config
 from tests.parallel.buffers import new_buffer
+
+CPU = torch.device("cpu")
 
 
 class _Table(nn.Module):
@@ -151,3 +157,63 @@ def test_moved_parameters_keep_values_and_identity():
         assert torch.equal(parameter, before[name][1])
     model(torch.ones(2, 6)).sum().backward()
     assert all(gradients.gradient(p).count_nonzero() for p in model[1].parameters())
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_weights_are_cast_in_shards_with_the_amax_of_the_whole(monkeypatch, delayed):
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"a": (16, 32), "b": (2, 24, 16), "c": (16, 16)}
+    parameters = {
+        name: nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+        for name, shape in shapes.items()
+    }
+    amaxes = torch.stack([p.detach().abs().max() for p in parameters.values()]).float().flip(0)
+    if delayed:
+        amaxes.copy_(torch.tensor([3.0, 2.0, 5.0]))
+    found, whole = torch.zeros(3), None
+
+    def all_reduce(local, axis, op):
+        assert (axis.size, op) == (2, dist.ReduceOp.MAX)
+        torch.maximum(found, local, out=found)
+        return amaxes.clone()
+
+    monkeypatch.setattr(weights, "all_reduce", all_reduce)
+    for rank in range(2):
+        products = {p: Fp8Products(Fp8Format(), Fp8Casts()) for p in parameters.values()}
+        if delayed:
+            history = AmaxHistory("cba", [448.0] * 3, DelayedScaling(), Layout.single(), CPU)
+            for name, amax in zip("cba", amaxes, strict=True):
+                products[parameters[name]].scale_by(history.slots(name))
+                history.slots(name)["weight"].running_amax.fill_(amax)
+            history.update(1)
+        (flat,) = new_buffer(
+            parameters.items(),
+            Layout.at(rank, 2),
+            accumulate_in_fp32=True,
+            zero_stage=1,
+            in_8_bits=tuple(parameters),
+        ).flats
+        storage = torch.zeros(flat.plan.elements, dtype=torch.bfloat16)
+        for parameter, slot in flat.members:
+            slot.of(storage).copy_(parameter.detach().flatten())
+        ours = Fp8Weights(flat, storage, products)
+        starts = [inverse.data_ptr() for inverse in ours._inverses]
+        assert all((start - starts[0]) % 256 == 0 for start in starts)
+        for made in products.values():
+            assert not made.arriving.has_arrived()
+        ours.cast()
+        whole = ours.bytes if whole is None else whole | ours.bytes  # each has zeros elsewhere
+        assert ours.bytes.count_nonzero() < whole.numel() * 0.6
+        for (parameter, slot), amax in zip(flat.members, amaxes, strict=True):
+            made = products[parameter]
+            assert made.arriving.has_arrived()
+            matrix = parameter.detach().flatten(0, -2)
+            expected = Fp8Casts().cast(matrix, amax, E4M3)
+            assert torch.equal(made.arriving.fp8.inverse, expected.inverse)
+            assert made.arriving.fp8.values.shape == matrix.shape
+            if rank == 1:
+                cast = slot.of(whole).view(E4M3).view_as(matrix)
+                assert torch.equal(cast.view(torch.uint8), expected.values.view(torch.uint8))
+        ours.forget()
+        assert not any(made.arriving.has_arrived() for made in products.values())
+    assert delayed or torch.equal(found, amaxes)
