@@ -59,6 +59,8 @@ def test_another_global_shape_is_refused_with_both_shapes(tmp_path):
         reader.read("model.norm.weight", Box.whole((8,)), global_shape=(16,))
     with pytest.raises(CheckpointError, match="no tensor 'model.gone'"):
         reader.read("model.gone", Box.whole((1,)), global_shape=(1,))
+    with pytest.raises(CheckpointError, match="no tensor 'model.gone'"):
+        reader.dtype("model.gone")
 
 
 def test_files_are_plain_safetensors_and_digests_are_sha256(tmp_path):

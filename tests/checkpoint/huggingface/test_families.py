@@ -281,6 +281,14 @@ def test_what_a_family_cannot_express_is_named(
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_a_network_has_one_activation_function(name: str) -> None:
+    config = CASES[name].config
+    model = families()[config["model_type"]].read(Settings(config, "config.json")).model
+    flags = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
+    assert sum(bool(getattr(model, flag)) for flag in flags) <= 1
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_every_network_is_compared_with_every_family(name: str) -> None:
     """A family writes the nearest network that it can express, and reads it again."""
     config = CASES[name].config

@@ -17,6 +17,7 @@ from megatron.checkpoint.legacy.unpickler import (
     StorageRef,
     TensorRef,
     read_pickle,
+    record_class,
     show,
 )
 from megatron.errors import CheckpointError
@@ -164,3 +165,23 @@ def test_unknown_classes_become_opaque_values() -> None:
         _read(b"cmegatron.a\nx\n", names={})
     with pytest.raises(CheckpointError, match=r"it names megatrons\.a\.x, which no checkpoint"):
         _read(b"cmegatrons.a\nx\n")
+
+
+def test_objects_are_filled_once_from_a_dict_or_a_tuple() -> None:
+    names = {("m", "C"): record_class("C")}
+    made = b"cm\nC\n)\x81"
+    for state, expected in ((b"}" + _text(1) + b"Ns", {"x": None}), (b"K\x01\x85", (1,))):
+        found = _read(made + state + b"b", names=names)
+        assert (found.kind, found.state) == ("C", expected)
+        with pytest.raises(
+            CheckpointError, match="a C may be filled only once, from a dict or a t"
+        ):
+            _read(made + state + b"b" + state + b"b", names=names)
+    for state in (b"]", b"N", b"}K\x01Ns"):
+        with pytest.raises(
+            CheckpointError, match="a C may be filled only once, from a dict or a t"
+        ):
+            _read(made + state + b"b", names=names)
+    assert _read(b"}" + made + b"K\x01s", names=names) != {}  # an object may be a key
+    with pytest.raises(CheckpointError, match="a new object of a Factory"):
+        _read(b"cm\nf\n)\x81", names={("m", "f"): Factory("f", tuple)})
