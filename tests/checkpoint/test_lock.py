@@ -113,8 +113,8 @@ def test_a_process_is_known_by_its_start_where_there_are_no_locks(tmp_path, monk
     child = _hold(tmp_path)
     holder = json.loads((tmp_path / LOCK).read_text())
     assert (holder["host"], holder["pid"]) == (socket.gethostname(), child)
-    fields = Path(f"/proc/{child}/stat").read_text().split()
-    assert holder["started"] == fields[22 - 1]  # see proc(5); this program's name has no spaces
+    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+    assert holder["started"] == fields[22 - 3]  # proc(5) also counts the two fields before these
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
