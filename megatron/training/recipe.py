@@ -117,8 +117,8 @@ class Recipe(Protocol):
     def loss_mask(self, batch: Batch, config: RunConfig, tokenizer: Tokenizer) -> Tensor:
         """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.
 
-        This is used with --calculate-per-token-loss. The shape of the result is constant during a
-        run: `[b, s]` if labels are tokens.
+        This is used with --calculate-per-token-loss and --full-validation. The shape of the result
+        is constant during a run: `[b, s]` if labels are tokens.
 
         Args:
             batch: The micro-batch, with whole sequences.

@@ -182,7 +182,10 @@ class ResultDifferences(Callback):
 
 
 def largest_difference(rerun: Rerun) -> float:
-    """Return the largest relative difference of a loss; infinite if a loss is not finite."""
+    """Return the largest relative difference of a loss.
+
+    The result is 0 if the two computations agree. Otherwise it is infinite if a loss is not finite.
+    """
     if rerun.is_same:
         return 0.0
     pairs = [(rerun.first[name], second) for name, second in rerun.second.items()]
