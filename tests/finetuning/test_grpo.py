@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from examples.grpo.grpo import GRPO, GRPORollouts, load_reward, read_options
 from examples.grpo.sort_digits import main as write_files
@@ -28,9 +29,12 @@ from megatron.finetuning.rollouts import (
     Group,
     Judged,
     Prompts,
+    label_log_probs,
     new_row,
     token_log_probs,
 )
+from megatron.kernels.cross_entropy import REFERENCE
+from megatron.parallel.distillation import VocabularyPart
 from megatron.parallel.layout import Layout
 from megatron.training.build import build_run
 from megatron.training.generation import GeneratedAnswer
@@ -327,6 +331,23 @@ def test_answers_of_the_longest_length_fit_and_all_else_has_no_probability(tmp_p
     log_probs = token_log_probs(run.parts[0], batch, run.tokenizer, run.layout)
     assert (log_probs[batch[TRAINED] == 0] == 0).all()
     torch.testing.assert_close(log_probs, batch[OLD_LOG_PROBS], rtol=1e-5, atol=1e-5)
+
+
+def _label_log_probs(layout: Layout, logits: Tensor, labels: Tensor, entries: int) -> Tensor:
+    part = logits.chunk(layout.tensor.size, dim=-1)[layout.tensor.rank].contiguous()
+    return label_log_probs(part, labels, VocabularyPart(layout.tensor, entries), REFERENCE)
+
+
+@pytest.mark.parametrize("entries", [12, 10, 5])  # the second rank has none of 5 entries
+def test_padding_of_the_vocabulary_has_no_probability_in_any_layout(entries: int) -> None:
+    generator = torch.Generator().manual_seed(entries)
+    logits = torch.randn(2, 3, 12, generator=generator)
+    labels = torch.randint(entries, (2, 3), generator=generator)
+    expected = logits[..., :entries].log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    words = (logits, labels, entries)
+    torch.testing.assert_close(_label_log_probs(Layout.single(), *words), expected)
+    for found in run_sharing_memory(2, _label_log_probs, *words, tensor=2):
+        torch.testing.assert_close(found, expected)
 
 
 def test_prompts_are_in_another_order_in_each_epoch() -> None:

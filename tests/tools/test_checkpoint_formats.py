@@ -413,3 +413,94 @@ def test_adapters_of_a_gpt_are_needed_for_peft(kind: str, rank: int | None, mess
     source.config.model.lora_rank = rank  # type: ignore[misc]
     with pytest.raises(CheckpointError, match=message):
         formats.save_peft(source, options(saver="peft"), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("formats_", "words", "told"),
+    [
+        ("native megatron", "tensor 2 pipeline 2", []),
+        ("native hf", "", []),
+        ("native hf", "--model-family llama --max-shard-size 1GB --hf-files x", []),
+        ("native peft", "--model-family llama", []),
+        ("native peft", "--max-shard-size 1GB", ["--max-shard-size 1GB: no effect"]),
+        ("hf native", "--max-shard-size 5GB", []),
+        (
+            "hf native",
+            "--model-family llama --max-shard-size 1GB --hf-files x tensor 2 split 1",
+            [
+                "--target-tensor-parallel-size 2: no effect: the written checkpoint loads in any",
+                "--target-pipeline-parallel-split-rank 1: no effect",
+                "--model-family llama: no effect: it is for --saver hf and peft",
+                "--max-shard-size 1GB: no effect: it is for --saver hf",
+                "--hf-files x: no effect: --load-dir has its own files",
+            ],
+        ),
+        ("llama2_hf native", "--hf-files x", ["--hf-files x: no effect"]),
+        (
+            "native hf",
+            "--megatron-path /m --max-queue-size 5 --no-checking",
+            [
+                "--megatron-path /m: not needed: none of its code is imported",
+                "--max-queue-size 5: there is no queue: one process converts",
+                "--no-checking: names and shapes are always checked",
+            ],
+        ),
+    ],
+)
+def test_flags_without_effect_are_told(formats_: str, words: str, told: list[str]) -> None:
+    loader, saver = formats_.split()
+    found = list(util.notices(options(*_target(words), "--loader", loader, saver=saver)))
+    assert len(found) == len(told)
+    assert all(line.startswith(start) for line, start in zip(found, told, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("formats_", "words", "message"),
+    [
+        ("hf hf", "--verify", "--verify compares our model with Hugging Face's: exactly one of"),
+        ("native megatron", "--verify", "--verify compares our model with Hugging Face's"),
+        ("native hf", "--verify --verify-tolerance -1", "--verify-tolerance -1: give 0 or more"),
+        ("native hf", "--keep-optimizer", "--keep-optimizer: a Hugging Face folder has only we"),
+        ("hf native", "--keep-optimizer", "--keep-optimizer: a Hugging Face folder has only we"),
+        ("native hf", "--true-vocab-size 0", "--true-vocab-size 0: must be at least 1"),
+        ("native native", "tensor 0", "--target-tensor-parallel-size 0: must be at least 1"),
+        ("native native", "tensor 1 --hf-files none", "--hf-files none: there is no such folder"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_read(
+    formats_: str, words: str, message: str
+) -> None:
+    loader, saver = formats_.split()
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        next(util.run(options(*_target(words), "--loader", loader, saver=saver)))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+@pytest.mark.parametrize(
+    ("words", "saver", "meta", "message"),
+    [
+        ("--keep-optimizer", "native", {}, "--keep-optimizer: ckpt has no optimizer state"),
+        ("--keep-optimizer", "native", {"optimizer": "adam"}, ""),
+        ("", "native", {}, ""),
+    ],
+)
+def test_the_source_must_be_what_the_flags_say(
+    kind: str,
+    words: str,
+    saver: str,
+    meta: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = source_of(kind, meta=meta)
+    monkeypatch.setattr(formats, "LOADERS", {"native": lambda _: source})
+    monkeypatch.setattr(formats, "SAVERS", {saver: lambda *_: Path("written")})
+    asked = options(*words.split(), saver=saver)
+    if kind == "bert":
+        with pytest.raises(ConfigError, match="--model-type GPT: ckpt is a BERT: give --model-ty"):
+            list(util.run(asked))
+    elif message:
+        with pytest.raises(CheckpointError, match=message):
+            list(util.run(asked))
+    else:
+        assert list(util.run(asked)) == ["ckpt -> written"]
