@@ -311,10 +311,11 @@ def batch_sizes_to_record(largest: int) -> list[int]:
 
 
 def lengths_to_record(longest: int) -> list[int]:
-    """Return the maximum sequence lengths for which to record, each four times the previous one.
+    """Return the maximum sequence lengths for which to record.
 
-    A recording for longer sequences is only slightly slower for shorter ones. Up to the first
-    length, a single block of threads processes all keys, so no partial results have to be merged.
+    Each is four times the previous one, except that the last is `longest`, rounded up. A recording
+    for longer sequences is only slightly slower for shorter ones. Up to the first length, a single
+    block of threads processes all keys, so no partial results have to be merged.
 
     Args:
         longest: Length of the longest sequence, in tokens.

@@ -52,7 +52,7 @@ class SchedulerSettings:
     dynamic_context: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the sizes leave room for every sequence in a step."""
+        """Check that sizes are positive and that a step has room for a token of every sequence."""
         assert min(self.blocks, self.block_size, self.max_sequences) >= 1, self
         assert self.max_tokens >= self.max_sequences, self
 

@@ -63,13 +63,13 @@ class KeyValueCache(Protocol):
         """Store the new keys and values, then attend from each token to itself and earlier tokens.
 
         Args:
-            query: [s, 1, n/t, d].
-            key: [s, 1, g/t (at least 1), d].
-            value: Same shape as key.
+            query: The queries of the new tokens, [s, 1, n/t, d].
+            key: Their keys, [s, 1, g/t (at least 1), d].
+            value: Their values, in the shape of `key`.
             options: The layer number, and how scores become attention weights.
 
         Returns:
-            [s, 1, n d / t].
+            The attention output, [s, 1, n d / t].
         """
         ...
 
@@ -79,13 +79,13 @@ class KeyValueCache(Protocol):
         """Store the new latent vectors, then attend as `attend` does.
 
         Args:
-            query: [s, 1, n/t, d].
+            query: The queries of the new tokens, [s, 1, n/t, d].
             latent: The vectors from which keys and values are computed, [s, 1, rank + rope].
             heads: The layer that computes keys and values from these vectors.
             options: The layer number, the scale of the scores, and how scores become weights.
 
         Returns:
-            [s, 1, n d / t].
+            The attention output, [s, 1, n d / t].
         """
         ...
 
@@ -138,14 +138,14 @@ class AttentionCore(nn.Module):
         """Attend from each query to the keys.
 
         Args:
-            query: [s, b, n/t, d].
-            key: [keys, b, g/t (at least 1), d].
-            value: Same shape as key.
+            query: The queries, [s, b, n/t, d].
+            key: The keys, [keys, b, g/t (at least 1), d].
+            value: The values, in the shape of `key`.
             mask: Which keys a query may attend to (`AttentionOptions`).
             sinks: The logits of this rank's attention sinks, [n/t]; `None` without sinks.
 
         Returns:
-            [s, b, (n/t) d].
+            The attention output, [s, b, (n/t) d].
         """
         if self.plan.chunk is not None:
             mask = self._in_chunks(query, mask, self.plan.chunk)

@@ -103,7 +103,7 @@ class Embedding(nn.Module):
             site: Name that gives this call its own dropout mask within the pass.
 
         Returns:
-            [s, b, h]; [s/t, b, h] with sequence parallelism.
+            The embeddings, [s, b, h]; [s/t, b, h] with sequence parallelism.
         """
         x = self.word(tokens.t())
         if self.scale is not None:  # rounded to the embeddings' dtype, as when Gemma was trained

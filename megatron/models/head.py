@@ -111,7 +111,7 @@ class Output(nn.Module):
 
         Args:
             x: Normalized hidden states [s, b, h]; [s/t, b, h] with sequence parallelism.
-            labels: [b, s].
+            labels: [b, s], the correct token at each position.
             loss_mask: [b, s], the weight of each token's loss.
 
         Returns:

@@ -196,7 +196,7 @@ class LatentAttention(nn.Module):
             query: Queries of the first s tokens of the step, [s, n/t, d].
 
         Returns:
-            [s, n/t, rank + rope].
+            The mapped queries, [s, n/t, rank + rope].
         """
         nope, rope, _ = query.tensor_split((self.plan.nope_size, self.plan.key_size), dim=2)
         factors = self._adapter_factors(len(query))
@@ -217,7 +217,7 @@ class LatentAttention(nn.Module):
             mixed: Sums of vectors for the first s tokens of the step, [s, n/t, rank].
 
         Returns:
-            [s, n/t, d].
+            The sums of values, [s, n/t, d].
         """
         _, to_value = self._by_head(self._merged_weight())  # [n/t, value_size, rank]
         by_head = mixed.transpose(0, 1)

@@ -40,7 +40,7 @@ def relative_buckets(
         max_distance: Distance in tokens at and beyond which all distances share the last bucket.
 
     Returns:
-        int64, at least 0 and less than `buckets`.
+        The buckets, int64 from 0 to `buckets` - 1, in the shape of `distances`.
     """
     first = torch.zeros_like(distances)
     if bidirectional:
@@ -116,8 +116,8 @@ class PositionBias(SharedTable):
                 may attend to all keys in an encoder, and in a decoder to those up to its position.
 
         Returns:
-            [b or 1, n/t, s, s] in the table's dtype, with the lowest value of that dtype for keys
-            that a query may not attend to.
+            The bias [b or 1, n/t, s, s] in the table's dtype, with the lowest value of that dtype
+            for keys that a query may not attend to.
         """
         if self.original is not None:
             shared: Tensor = self.original(length, mask)

@@ -67,13 +67,13 @@ class RetrievalCache(KeyValueCache, Protocol):
         """Store the neighbors' keys and values, then attend from each token to its neighbors.
 
         Args:
-            query: [s, 1, n/t, d].
+            query: The queries of the new tokens, [s, 1, n/t, d].
             key_value: The keys and values of the C chunks' neighbors, [r k, C, n/t, 2, d]; `None`
                 if there are no such chunks.
             core: The layer's attention.
 
         Returns:
-            [s, 1, n d / t], arbitrary for the first m - 1 tokens of a text.
+            The attention output, [s, 1, n d / t], arbitrary for the first m - 1 tokens of a text.
         """
         ...
 
@@ -277,12 +277,12 @@ def _with_previous_chunks(states: Tensor, batch: int, axis: Axis) -> Tensor:
     The very first slice has no chunk before it and gets another chunk's neighbors.
 
     Args:
-        states: [r k, b l, h].
+        states: The neighbors of this rank's chunks, [r k, b l, h].
         batch: Number of sequences in the micro-batch, b.
         axis: The context ranks; rank i of C holds slices i and 2C - 1 - i.
 
     Returns:
-        [r k, b (l + 2), h].
+        The neighbors of these chunks and of the two chunks before them, [r k, b (l + 2), h].
     """
     slices = states.unflatten(1, (batch, 2, -1))  # [r k, b, 2, l/2, h]
     last = slices[:, :, :, -1].permute(2, 0, 1, 3)  # [2, r k, b, h]

@@ -311,7 +311,7 @@ def balanced_choices(choices: Tensor, scores: Tensor, plan: RouterPlan) -> Tenso
 
     Args:
         choices: The chosen experts, [T, k].
-        scores: Their scores without biases, [T, experts].
+        scores: The scores of all experts without biases, [T, experts].
         plan: The plan of the router.
     """
     if plan.gating is not None:

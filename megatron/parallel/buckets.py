@@ -242,7 +242,8 @@ def plan_buckets(
         replicas: The number of processes along each replica axis.
         zero_stage: The ZeRO stage, 0 to 2. With a single replica, stage 0 is used.
         gradients_in_fp32: Whether to keep the gradients of 16-bit parameters in fp32.
-        bucket_bytes: The minimum size, in bytes, of a bucket that is not the last in its buffer.
+        bucket_bytes: The minimum size of a bucket's gradients, in bytes. The last bucket of a
+            buffer may be smaller, as may buckets that must end early (see `lay_out`).
     """
     stage = zero_stage if any(size > 1 for size in replicas.values()) else 0
     ordered = list(parameters)[::-1]

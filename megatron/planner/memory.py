@@ -166,7 +166,7 @@ def checkpoint_bytes(config: RunConfig, plan: ModelPlan) -> int:
 def largest_message(config: RunConfig, layout: Layout, texts: int) -> int:
     """Return the size in bytes of the largest message that a split layer sends to one rank.
 
-    A message is the rank's shard of a micro-batch's hidden states.
+    A message is one tensor rank's shard of a micro-batch's hidden states.
 
     Args:
         config: The run's configuration.
@@ -353,7 +353,7 @@ class _Counts:
     Attributes:
         parameters: All parameters, before ZeRO divides them.
         outside: The parameters outside the layers.
-        matrices: The parameters in matrices.
+        matrices: The parameters in the layers' matrices.
         fp8: The parameters in matrices of layers that may compute in FP8.
         updated: The parameters that this process would update if all were trained.
         trained: The fraction of the parameters that have gradients and states.

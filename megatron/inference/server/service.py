@@ -248,8 +248,8 @@ class TextAnswer:
         prompt: Log probabilities of the prompt; `None` until they arrive.
         passages: Passages that Retro has read so far.
         new_tokens: Number of new tokens so far, including silent ones.
-        finished: The engine's last event, or `None` if a stop string ended the answer before that
-            event.
+        finished: The engine's last event; `None` until it arrives, and if a stop string ended the
+            answer before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: TextRequest) -> None:
