@@ -9,6 +9,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron.config.data import TokenizerConfig
+from megatron.data import conversations
 from megatron.data.cache import IndexCache
 from megatron.data.conversations import (
     ConversationEncoder,
@@ -606,3 +608,27 @@ def test_records_of_any_shape_are_read_or_refused(folder: Path) -> None:
     assert read > 200
     assert len(refusals) > 2000
     assert all(": " in said for said in refusals)  # the problem and the remedy
+
+
+@pytest.mark.parametrize(
+    ("hard", "is_set"),
+    [(-1, True), (7 * 4096 + (2 << 30) + 1, True), (7 * 4096 + (2 << 30), False)],
+)
+def test_an_encoding_process_limits_its_memory_unless_it_has_less(
+    hard: int, is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    memory = SimpleNamespace(
+        RLIMIT_AS=9,
+        RLIM_INFINITY=-1,
+        getpagesize=lambda: 4096,
+        getrlimit=lambda kind: (5, hard),
+        setrlimit=lambda *limit: told.append(limit),
+    )
+    timers = SimpleNamespace(SIGPROF=27, signal=lambda number, handler: told.append(number))
+    (tmp_path / "statm").write_text("7 3 2 1")
+    monkeypatch.setattr(conversations, "resource", memory)
+    monkeypatch.setattr(conversations, "signal", timers)
+    monkeypatch.setattr(conversations, "Path", lambda path: tmp_path / Path(path).name)
+    conversations._limit_process()
+    assert told == [27, *[(9, (7 * 4096 + (2 << 30), hard))] * is_set]
