@@ -375,6 +375,26 @@ def test_truncations_are_refused_at_open(tmp_path: Path) -> None:
     IndexedDataset(tmp_path / "x")
 
 
+def test_a_multimodal_dataset_may_have_a_single_sequence(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
+        builder.add_documents(np.array([1, 2]), np.array([2]), np.array([1]))
+    with (tmp_path / "x.idx").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(DataError, match="1 bytes of modes follow the index: this is a multimodal"):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_ids_at_the_ends_of_a_type_fit(tmp_path: Path) -> None:
+    for kind, low, high in ((np.uint16, 0, 2**16 - 1), (np.int32, -(2**31), 2**31 - 1)):
+        dtype = np.dtype(kind)
+        assert indexed._cast([low, high], dtype, "token id").tolist() == [low, high]
+        for value in (low - 1, high + 1):
+            with pytest.raises(
+                DataError, match=f"^token id {value} does not fit {dtype} .{low} to"
+            ):
+                indexed._cast([low, value, high], dtype, "token id")
+
+
 def test_other_formats_are_named(tmp_path: Path) -> None:
     Path(tmp_path / "x.bin").write_bytes(FIXTURE_BIN)
     idx = tmp_path / "x.idx"

@@ -157,6 +157,26 @@ def test_records_are_found_in_any_file(tmp_path):
     assert (again.prefix, again.paths, len(again)) == ("x", records.paths, 6)
 
 
+def test_every_cut_of_a_file_is_noticed(tmp_path):
+    path = tmp_path / "a.tfrecord"
+    write(path, map(example, range(2)))
+    whole = path.read_bytes()
+    second = len(whole) // 2
+    for cut, message in (
+        (11, "truncated at byte 0 of 11;"),
+        (12, "truncated in the record at byte 0;"),
+        (second - 1, "truncated in the record at byte 0;"),
+        (second + 11, f"truncated at byte {second} of {second + 11};"),
+        (second + 12, f"truncated in the record at byte {second};"),
+        (len(whole) - 1, f"truncated in the record at byte {second};"),
+    ):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=message):
+            len(TFRecords("x", [path]))
+    path.write_bytes(whole[:second])
+    assert len(TFRecords("x", [path])) == 1
+
+
 def test_a_file_is_known_by_its_name_or_its_first_bytes(tmp_path):
     write(tmp_path / "a.tfrecord-0", [])
     write(tmp_path / "b", [example(0)])
