@@ -150,8 +150,8 @@ class DataOptions(RetroDataOptions):
         decoder_seq_length: Sequence length of the T5 decoder.
         mmap_warmup: Read the data files once at startup to warm the page cache.
         num_workers: Data loader processes per rank. 0 loads in the training process.
-        data_impl: Dataset format. Every value reads .bin and .idx files in the format that they
-            have.
+        data_impl: Dataset format. All values have the same effect: .bin and .idx files are read in
+            the format that they have.
         dataloader_type: Sample order: single reads one global stream, cyclic reshuffles every
             epoch. Default: single.
         data_sharding: With --dataloader-type cyclic, have each process shuffle its own share of the

@@ -272,7 +272,8 @@ class _Translation:
     """The translation of a file's keys to fields.
 
     Attributes:
-        keys: The values of translated keys in the file, by path. `None` leaves one to the flags.
+        keys: The values of translated keys in the file, by path. A value of `None` leaves the
+            choice to the flags.
         given: The values on the command line, by "section.field".
         sources: The place of each key, for messages.
         findings: The findings, to which problems and notices are added.

@@ -6,7 +6,7 @@
     accepted        Megatron's flags that have no effect here, with the reason
     translated      flags of older versions, translated into current flags
     implied         current flags for the defaults of another program. They are added if one of
-                    its flags was translated and the flag `with` is given
+                    its flags was translated and the flag named by the key `with` is given
     gone            flags, or single values, of older versions that have no equivalent
     other_programs  other programs' names for Megatron's flags
     of_commands     flags of `megatron pretrain` and similar commands, which scripts do not accept

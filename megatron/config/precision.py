@@ -63,8 +63,10 @@ class PrecisionConfig:
             --zero-stage 1 or 2.
         first_last_layers_bf16: Keep the matrix products of the first and last layers, which need
             more precision, in 16 bits. Depths of multi-token prediction stay in 8 bits.
-        num_layers_at_start_in_bf16: With --first-last-layers-bf16, how many of the first layers.
-        num_layers_at_end_in_bf16: With --first-last-layers-bf16, how many of the last layers.
+        num_layers_at_start_in_bf16: With --first-last-layers-bf16, number of layers at the start to
+            keep in 16 bits.
+        num_layers_at_end_in_bf16: With --first-last-layers-bf16, number of layers at the end to
+            keep in 16 bits.
         gradient_accumulation_fusion: Add weight gradients to the fp32 buffer within the matrix
             product. Off: compute a 16-bit product and add it afterwards.
         cross_entropy_loss_fusion: Fuse the loss as chosen by --cross-entropy-fusion-impl. Off: use

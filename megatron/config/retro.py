@@ -65,8 +65,8 @@ class RetroDataOptions:
     Attributes:
         retro_workdir: Working folder that tools/retro/main.py created. It determines the data, the
             split, the data seed and the chunk length.
-        retro_cyclic_train_iters: Length of a run that repeats the samples of --train-iters with
-            --dataloader-type cyclic. Default: --train-iters.
+        retro_cyclic_train_iters: Length of the run, if it is to repeat the samples of --train-iters
+            with --dataloader-type cyclic. Default: --train-iters.
         retro_compatible: Read missing neighbors as Megatron-LM 23.08 does, which replaces each of
             them with the last chunk of the database, followed by the first. Otherwise they are
             empty.

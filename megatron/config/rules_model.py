@@ -398,7 +398,7 @@ def relative_positions(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def t5(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that T5 requires but lacks, or does not support."""
+    """Yield an error for each missing setting that T5 requires, and for unsupported settings."""
     if config.model.architecture != "t5":
         return
     length, parallel = config.data.decoder_seq_length, config.parallel
@@ -418,7 +418,7 @@ def t5(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def retro(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each setting that Retro requires but lacks, or does not support."""
+    """Yield an error for each missing setting that Retro requires, and for unsupported settings."""
     model, parallel, chunk = config.model, config.parallel, config.model.retro_chunk_length
     if model.architecture != "retro":
         return

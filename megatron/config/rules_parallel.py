@@ -112,7 +112,7 @@ def excluded(config: RunOptions, flag_text: str, exclusions: Exclusions) -> Iter
     Args:
         config: The resolved run.
         flag_text: The flag that excludes other values, as messages show it.
-        exclusions: The values that the flag allows.
+        exclusions: The values of other fields that the flag allows, and why it excludes the rest.
     """
     values = flatten(config)
     for path, (allowed, reason) in exclusions.items():

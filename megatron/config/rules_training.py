@@ -24,7 +24,7 @@ _MAX_PASSES = 2**20  # per update, because a pipeline's schedule lists all of th
 
 
 def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if the global batch does not divide over micro-batches and processes."""
+    """Yield an error if the global batch size is not a multiple of one micro-batch per replica."""
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     replicas = data_parallel_size(config, world_size)
     if config.training.step_batch_size_schedule is not None:
@@ -38,7 +38,7 @@ def batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def evaluation_batch_size(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error if an evaluation's batch does not divide over micro-batches and processes."""
+    """Yield an error if an evaluation's batch is not a multiple of one micro-batch per replica."""
     training, evaluation = config.training, config.evaluation
     own_total, own_micro = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
     if not evaluation.takes_place or (own_total is None and own_micro is None):

@@ -113,7 +113,7 @@ class Findings:
     origins: dict[str, str] = field(default_factory=dict)
 
     def with_origins(self) -> list[str]:
-        """Return the mistakes. Those in the result of a translation end with the flag given."""
+        """Return the mistakes. Those about a translated flag end with the flag that was given."""
         lines = []
         for line in self.problems:
             name = re.split("[ :]", line, maxsplit=1)[0]

@@ -227,7 +227,7 @@ class EvaluationConfig:
         eval_iters: Global batches per evaluation. 0 disables evaluation, unless
             --full-validation is given.
         eval_interval: Iterations between evaluations.
-        start_eval_at_iter: The first iteration after which an evaluation takes place.
+        start_eval_at_iter: Iteration before which no evaluation takes place.
         eval_global_batch_size: Samples in each of an evaluation's global batches. Default:
             --global-batch-size.
         eval_micro_batch_size: Samples per process in one forward pass of an evaluation. Default:

@@ -190,9 +190,9 @@ def build_blend_index(weights: NDArray[np.float64], size: int) -> BlendIndex:
     """Return the first `size` samples of the blend.
 
     Each choice depends on all previous choices. To make many choices at a time, the sequence of
-    samples is cut into blocks that advance in parallel from guessed counts. The guess is the
-    integers nearest to the shares, which is nearly always correct. A block whose guess differs from
-    the counts at the end of the previous block is computed again from those counts, until all
+    samples is cut into blocks that advance in parallel from guessed counts. The guesses are the
+    integers nearest to the shares, which are nearly always correct. A block whose guess differs
+    from the counts at the end of the previous block is computed again from those counts, until all
     blocks agree. The result is exact for any guess.
 
     Args:

@@ -230,7 +230,7 @@ def padding_token(tokenizer: Tokenizer) -> int:
 
 
 def members_of(dataset: SampleDataset | None, kind: type[Kind]) -> list[Kind]:
-    """Return the datasets of a kind in a split, in the order of its blend if it is one."""
+    """Return the datasets of one kind in a split, in the order of the blend if it is a blend."""
     if isinstance(dataset, BlendedDataset | JoinedDataset):
         return [member for each in dataset.datasets for member in members_of(each, kind)]
     return [dataset] if isinstance(dataset, kind) else []

@@ -219,7 +219,7 @@ class ConversationEncoder:
         return _concatenated(block, encoded, len(lines), bad, counts)
 
     def encode_record(self, line: bytes, counts: Counter[str]) -> list[Encoded]:
-        """Return the examples of a record: two for a preference, none if they are dropped.
+        """Return the examples of a record: two for a preference, none if dropped, several if split.
 
         Args:
             line: The line that holds the record.

@@ -88,7 +88,7 @@ class DatasetPart(NamedTuple):
     Attributes:
         split: The split: train, valid or test.
         data: The whole dataset: an `IndexedDataset`, or another source for this kind of sample.
-        bounds: The part's first document and its end (exclusive).
+        bounds: The half-open range of the part's documents.
         num_samples: The number of samples that the split needs from this part.
     """
 
@@ -149,7 +149,7 @@ class _Member(NamedTuple):
     Attributes:
         weight: The weight of the dataset in the blend; `None` if the user gave none.
         data: The dataset.
-        bounds: The first document of the split, and its end (exclusive).
+        bounds: The half-open range of the split's documents.
         documents: The number of documents in the whole dataset.
     """
 

@@ -167,7 +167,7 @@ class TextDataset:
 
     Attributes:
         corpus: The text.
-        pieces: The first piece of the split and its end (exclusive).
+        pieces: The half-open range of the split's pieces.
         num_samples: The number of samples that the run needs. Text is repeated as often as needed.
         seq_length: The number of tokens in a sample, not counting the last label, s.
         seed: The seed of all shuffles.

@@ -318,7 +318,7 @@ class TFRecordDataset:
 
     Args:
         records: The files.
-        bounds: The first record to use and the end (exclusive).
+        bounds: The half-open range of the records to use.
         num_samples: The number of samples.
         options: The settings.
     """

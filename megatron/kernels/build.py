@@ -173,8 +173,8 @@ def find_built(
 def read_built(path: Path) -> bytes:
     """Return the content of a library, after checking that it is safe to load.
 
-    Only this user, root or the owner of this package, all of whom can run code in this process
-    anyway, could have written the file, and its bytes match the digest in its name.
+    It is safe if its bytes match the digest in its name, and if only this user, root or the owner
+    of this package could have written the file. They can all run code in this process anyway.
 
     Raises:
         OSError: The file is missing or damaged, or another user may have written it.

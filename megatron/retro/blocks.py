@@ -174,7 +174,7 @@ def _bar(
 def on_first(work: Callable[[], object], world: Axis) -> None:
     """Run `work` on the first process while the others wait. Collective.
 
-    The processes exchange a status every few seconds. At a barrier, the others might exceed the
+    The processes exchange a status every few seconds, because waiting at a barrier could exceed the
     timeout of collective operations.
 
     Raises:

@@ -574,8 +574,8 @@ class ChunkDatabase:
 
         All rows are compared with the documents in one pass over the file, which takes 1.4 seconds
         and reads 2 GB for 100 million chunks. In tables of more than `_CHECKED` rows, only about
-        `_CHECKED` evenly spaced rows are compared. Only the tokens of `_TOKENS_CHECKED` chunks are
-        compared with the vocabulary, because reading all tokens would take too long.
+        `_CHECKED` rows are compared, in evenly spaced runs. Only the tokens of `_TOKENS_CHECKED`
+        chunks are compared with the vocabulary, because reading all tokens would take too long.
 
         Raises:
             DataError: A row or the dataset is damaged, or made with a different tokenizer.

@@ -77,8 +77,9 @@ class NeighborTable:
     def check(self, texts: NeighborTexts) -> None:
         """Check that all neighbors are in the database.
 
-        The neighbors of all chunks, or of 16 million evenly spaced chunks if there are more, are
-        read in one pass over the files. Other neighbors are checked when they are used.
+        The neighbors of all chunks, or of about 16 million chunks in evenly spaced runs if there
+        are more, are read in one pass over the files. Other neighbors are checked when they are
+        used.
 
         Args:
             texts: The tokens of neighbors, which refer to the database.
