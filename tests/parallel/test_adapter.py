@@ -15,11 +15,12 @@ from megatron.parallel.adapter_stack import (
     LayerAdapter,
 )
 from megatron.parallel.build import BuildContext
+from megatron.parallel.collectives import NO_COMMUNICATION
 from megatron.parallel.expert_linear import ExpertAdapter, ExpertLinear
 from megatron.parallel.layers import Linear, Projections
 from megatron.parallel.layout import Layout
 from megatron.parallel.parameter import Init, initialize, spec_of
-from megatron.parallel.products import PLAIN
+from megatron.parallel.products import Products
 
 IN, INIT = 6, Init("normal", 0.5)
 # Two groups of 4 rows of queries, 2 of keys and 2 of values; or two projections, one below another.
@@ -202,6 +203,14 @@ def test_matrices_are_split_like_the_weight(split, sequence_parallel):
     assert adapter.rows == {"query": 4, "key": 2, "value": 2}
 
 
+class _InInference(Products):
+    """Products that record no statistics of their inputs."""
+
+    def forward(self, call, communication=NO_COMMUNICATION):
+        assert not call.training
+        return super().forward(call, communication)
+
+
 def test_each_token_uses_its_adapter_or_none():
     layers = [_layer(GROUPED, names, is_dora=dora) for names, dora in (
         (("query", "value"), False), (("key",), True), (GROUPED.names, False))]  # fmt: skip
@@ -219,7 +228,7 @@ def test_each_token_uses_its_adapter_or_none():
     rows = AdapterRows(("x", "y", "z"))
     adapters = [LayerAdapter.of(i + 1, one.adapter, first.weight) for i, one in enumerate(layers)]
     stacks = [
-        AdapterStack(first, adapters, rows, PLAIN, Layout.single(), of_outputs=of_outputs)
+        AdapterStack(first, adapters, rows, _InInference(), Layout.single(), of_outputs=of_outputs)
         for of_outputs in (False, True)
     ]
     x = torch.randn(5, 1, IN)
