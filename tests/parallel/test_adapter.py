@@ -264,15 +264,15 @@ def test_each_token_uses_its_adapter_in_each_expert():
     layer.requires_grad_(False)
     layer.bias.uniform_(-1, 1)
     weights, adapters = [layer.weight.view(2, 6, IN)], []
-    for number in (1, 2):
-        adapter = ExpertAdapter(layer, AdapterPlan(number + 1, 2.0), context)
+    for number, rank in ((1, 3), (2, 5)):
+        adapter = ExpertAdapter(layer, AdapterPlan(rank, 2.0), context)
         initialize(adapter.named_parameters(prefix=str(number)), seed=number)
         assert not adapter[WHOLE].b.any()
-        assert adapter[WHOLE].a.shape == (2, number + 1, IN)
+        assert adapter[WHOLE].a.shape == (2, rank, IN)
         assert spec_of(adapter[WHOLE].a).init.scale == 1 / math.sqrt(IN)
         with torch.no_grad():
             adapter[WHOLE].b.uniform_(-1, 1)
-            a, b = adapter[WHOLE].a, adapter[WHOLE].b.view(2, 6, number + 1)
+            a, b = adapter[WHOLE].a, adapter[WHOLE].b.view(2, 6, rank)
             weights.append(weights[0] + 2.0 * b @ a)
         merged = adapter.merged(layer.weight)
         torch.testing.assert_close(merged.view(2, 6, IN), weights[-1])
@@ -281,6 +281,10 @@ def test_each_token_uses_its_adapter_in_each_expert():
     grouping, x = Grouping.of(choices, 2), torch.randn(5, IN)
     rows = AdapterRows(("x", "y"))
     layer.adapter = ExpertAdapterStack(adapters, rows, layer._product)
+    assert layer.adapter.owners.tolist() == [1] * 3 + [2] * 5  # without padding
+    assert (
+        ExpertAdapterStack(adapters[:1], rows, layer._product).owners.tolist() == [1] * 3 + [-1] * 5
+    )
 
     def expected(of_tokens):
         outputs = []

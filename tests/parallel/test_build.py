@@ -50,6 +50,12 @@ def test_weights_that_are_gathered_have_no_memory_yet():
     assert (parameter.device.type, parameter.dtype) == ("meta", torch.float32)
 
 
+def test_a_context_has_plain_defaults():
+    context = BuildContext(Layout.single())
+    assert (context.overlap, context.halves_experts, context.layer) == (True, False, 0)
+    assert (context.dtype, context.device, context.recomputed) == (torch.float32, CPU, frozenset())
+
+
 def test_only_some_layers_multiply_in_8_bits():
     kernels = Kernels(new_products=InFp32, expert_casts=Fp8Casts())
     context = BuildContext(Layout.single(), kernels=kernels, fp8_layers=range(1, 3))
