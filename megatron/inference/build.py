@@ -195,7 +195,7 @@ def stage_channel(loaded: Loaded, device: Device) -> PipelineChannel:
     """Return the connection of this process's stage to its neighbors. Collective over all ranks.
 
     Args:
-        loaded: The model.
+        loaded: The model whose stages to connect.
         device: Device that the model is on.
     """
     return PipelineChannel(
@@ -295,7 +295,7 @@ def make_cache(
     """Return a cache with the number of blocks that fit in memory on every rank. Collective.
 
     Args:
-        loaded: The model.
+        loaded: The model, whose layers determine the size of a block.
         options: Options of the engine.
         paged: Attention over the cache.
         device: Device of the model and the cache.

@@ -263,7 +263,7 @@ class StepCache:
     """A step's view of the cache: the `models.attention.KeyValueCache` that a model receives.
 
     Attributes:
-        memory: The cache.
+        memory: The keys, values and states of all sequences.
         positions: Position of each token in its sequence, int64 [s].
         lengths: Sequence length that determines each token's rotary frequencies, int64 [s].
         slots: Slot of each token's key and value, int64 [s].
@@ -352,7 +352,7 @@ class StepCache:
         Args:
             layer_number: Index of the layer in the model, from 1.
             x: Input of the recurrence, [s, 1, c].
-            recurrence: The recurrence.
+            recurrence: The recurrence to run.
 
         Returns:
             The recurrence's results [s, 1, ...].

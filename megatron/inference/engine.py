@@ -43,7 +43,7 @@ class _StepInFlight(NamedTuple):
     """A step that has been queued, and whose results have not been read yet.
 
     Attributes:
-        plan: The step.
+        plan: The step's plan.
         counts: Number of results that each row of the plan will have.
         wait: Function that waits for the device and returns the results.
     """
@@ -248,7 +248,7 @@ def check(request: Request, limits: EngineLimits, settings: SchedulerSettings) -
     """Check whether an engine can answer a request.
 
     Args:
-        request: The request.
+        request: The request to check.
         limits: Limits of the engine.
         settings: Sizes of the engine's steps and cache.
 

@@ -213,7 +213,7 @@ class Executor:
         the same kernel as in steps without drafts, and its results are bitwise identical.
 
         Args:
-            plan: The step.
+            plan: The step to compute.
             outputs: The tokens whose logits are needed, each as the index of its row and its index
                 in the row.
         """

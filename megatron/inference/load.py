@@ -278,7 +278,7 @@ def _with_existing_files(
     """Return the tokenizer's settings with missing files replaced by those that exist.
 
     Args:
-        config: The settings.
+        config: The tokenizer's settings.
         companions: The folder in which an imported model keeps its tokenizer's files, so that its
             checkpoint can be moved.
         folder: The folder in which the run that saved the checkpoint was started, to which its

@@ -263,7 +263,7 @@ def check_retrieval(config: RunConfig, embedder: str | None) -> None:
     """Check flags that only GPT or only Retro supports, before the model is loaded.
 
     Args:
-        config: The run.
+        config: The run's configuration.
         embedder: The value of --bert-embedder-load.
 
     Raises:
@@ -369,7 +369,7 @@ def _grouped(rows: StepPlan, blocks: Sequence[Integers], m: int) -> tuple[Intege
     """Group the tokens of rows by the chunk that they read.
 
     Args:
-        rows: The rows.
+        rows: The rows of a step.
         blocks: The block of the chunk that each token of a row reads.
         m: Number of tokens in a chunk.
 

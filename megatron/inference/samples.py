@@ -464,7 +464,7 @@ def read_prompts(path: Path, flag: str = "--sample-input-file") -> list[str]:
     may be an object with a "text", as in RealToxicityPrompts.
 
     Args:
-        path: The file.
+        path: The file of prompts.
         flag: The flag that names the file, for error messages.
 
     Raises:

@@ -128,7 +128,7 @@ class Row(NamedTuple):
     """One sequence's part of a step: its tokens from `start` up to `start + size`.
 
     Attributes:
-        sequence: The sequence.
+        sequence: The sequence to which the tokens belong.
         start: Position of the first token to compute.
         tokens: The tokens to compute.
         blocks: The sequence's blocks, up to and including those of these tokens. The array is the
@@ -399,7 +399,7 @@ class Scheduler:
         """Return how many tokens to compute. A row must end where a snapshot will be taken.
 
         Args:
-            sequence: The sequence.
+            sequence: A sequence with tokens to compute.
             budget: The largest number of tokens that may be computed.
         """
         count = min(sequence.uncomputed, budget)

@@ -131,8 +131,8 @@ class Scorer:
         """Run some batches. On the last pipeline stage, fill in their samples' rows of `results`.
 
         Args:
-            batches: The batches.
-            samples: All samples.
+            batches: The batches to run.
+            samples: All samples, which the batches refer to by index.
             results: [samples, 3]: log probability, whether greedy, and 1 to count the sample.
             on_batch: A function called after each batch.
         """

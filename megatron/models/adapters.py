@@ -137,7 +137,7 @@ def is_adapted(target: AdapterTarget, patterns: Sequence[str] | None) -> bool:
     """Return whether a target has an adapter.
 
     Args:
-        target: The target.
+        target: A layer or projection that may have an adapter.
         patterns: The values of --lora-target-modules. Without any, all targets that are not
             optional have adapters.
     """

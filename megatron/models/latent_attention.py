@@ -179,7 +179,7 @@ class LatentAttention(nn.Module):
         """Return the keys and values [l, n/t, d] of cached vectors [l, rank + rope].
 
         Args:
-            latent: The vectors.
+            latent: The cached vectors.
             tokens: A function that returns, for each vector, the index of a new token of the same
                 sequence, int64 [l].
         """

@@ -196,7 +196,7 @@ def run_depths(
     """Return the normalized hidden states of every depth, [s, b, h] each.
 
     Args:
-        depths: The depths.
+        depths: The depths, in order.
         hidden: The model's normalized hidden states, [s, b, h].
         vectors: The embeddings that each depth reads, in the same shape.
         mask: Which keys a query may attend to.

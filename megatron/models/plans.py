@@ -122,7 +122,8 @@ def attention_plan(
 def cross_attention_plan(attention: AttentionPlan) -> AttentionPlan:
     """Return the plan of a decoder's attention to an encoder's output.
 
-    It has as many key-value heads as query heads, and nothing that depends on positions.
+    It has as many key-value heads as query heads, nothing that depends on positions, and no gate,
+    QKV bias, query-key normalization or sinks.
 
     Args:
         attention: The plan of the decoder's self-attention.

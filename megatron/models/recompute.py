@@ -159,7 +159,7 @@ def checkpointed(
     """Return function(*inputs), keeping only the inputs; the backward pass recomputes the rest.
 
     Args:
-        function: The function.
+        function: The function to compute, and to recompute in the backward pass.
         *inputs: Its arguments.
         recompute_context: A function that returns a context manager for the recomputation.
         stops_early: Whether the backward pass stops recomputing once it has what it needs.

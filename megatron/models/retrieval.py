@@ -195,7 +195,7 @@ class ChunkedCrossAttention(CrossAttention):
 
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
-            encoder: The neighbors.
+            encoder: The neighbors to attend to.
             retriever: In the first layer that reads neighbors, the layers that encode them;
                 otherwise `None`.
 

@@ -358,7 +358,7 @@ def queue_positions(routing: Routing, plan: RouterPlan, random: Tensor | None) -
     highest weights or, if `drops_last`, serves choices in the same order as with two.
 
     Args:
-        routing: The choices.
+        routing: The chosen experts and their weights.
         plan: The plan of the router.
         random: Random numbers [T, experts], if full experts keep random tokens.
     """
@@ -378,7 +378,7 @@ def drop_choices(routing: Routing, positions: Tensor, limit: int, experts: int) 
     """Drop the choices that exceed an expert's limit.
 
     Args:
-        routing: The choices.
+        routing: The chosen experts and their weights.
         positions: Each choice's sort key in its expert's queue, fp32 [T, k] (`queue_positions`).
         limit: The largest number of tokens that an expert keeps.
         experts: Number of experts.

@@ -74,7 +74,7 @@ class AdapterWeights(nn.Module):
     """The weights of one projection's adapter: a [rank, in], b [out, rank], magnitude [out].
 
     Args:
-        linear: The layer.
+        linear: The layer to adapt.
         out_features: The number of output features of the whole projection.
         plan: The settings of the adapter.
         context: The layer's build context.
@@ -116,7 +116,7 @@ class Adapter(nn.ModuleDict):
     """The adapter of a linear layer: the weights of each adapted projection, by name.
 
     Args:
-        linear: The layer.
+        linear: The layer to adapt.
         names: The names of the projections to adapt; `WHOLE` if the layer has only one.
         plan: The settings of the adapter.
         context: The layer's build context.
@@ -249,6 +249,8 @@ class Adapter(nn.ModuleDict):
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """Return the frozen weight merged with the adapter, in fp32 and in the weight's shape.
+
+        Collective with DoRA.
 
         Args:
             weight: The frozen weight.

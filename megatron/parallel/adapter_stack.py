@@ -118,7 +118,7 @@ class AdapterStack(nn.Module):
     """The adapters of a linear layer in inference. Each token uses one of them or none.
 
     Args:
-        linear: The layer.
+        linear: The layer that the adapters change.
         adapters: The adapters that change this layer, at least one.
         rows: The adapters of the tokens.
         products: The implementation of the matrix products.
@@ -214,7 +214,7 @@ class AdapterStack(nn.Module):
         return x, torch.where(indices[:, None, None] == self.owners, low, 0)
 
     def add_product(self, low: Tensor, out: Tensor, weight: Tensor) -> Tensor:
-        """Add the adapters' outputs to the frozen weight's output.
+        """Add the adapters' outputs to the frozen weight's output; with DoRA, also scale the sum.
 
         Args:
             low: The low-rank product that `project_down` returned.

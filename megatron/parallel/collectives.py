@@ -109,7 +109,7 @@ def all_to_all_rows(x: Tensor, axis: Axis, sent: list[int], received: list[int])
 
     Args:
         x: The rows to send, ordered by destination rank.
-        axis: The ranks.
+        axis: The ranks that exchange rows.
         sent: The number of rows to send to each rank.
         received: The number of rows to receive from each rank.
     """
@@ -130,7 +130,7 @@ def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -
 
     Args:
         x: This rank's rows.
-        axis: The ranks.
+        axis: The ranks whose rows are concatenated.
         exchange: The exchange over the axis that sends the rows; `None` uses collectives.
     """
 
@@ -152,7 +152,7 @@ def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> I
 
     Args:
         x: This rank's terms of all sums.
-        axis: The ranks.
+        axis: The ranks over which rows are summed.
         exchange: The exchange over the axis that sends the terms; `None` uses collectives.
     """
     return InTransit(
@@ -340,7 +340,7 @@ class BorrowedRows:
     Attributes:
         use: The use of the exchange. Its messages have been sent.
         own: This rank's own rows.
-        axis: The ranks.
+        axis: The ranks that have sent rows.
     """
 
     use: Use

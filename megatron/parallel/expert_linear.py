@@ -134,7 +134,7 @@ class ExpertAdapterWeights(nn.Module):
     the adapters.
 
     Args:
-        linear: The layer.
+        linear: The layer to adapt.
         plan: The settings of the adapters.
         context: The layer's build context.
     """
@@ -169,7 +169,7 @@ class ExpertAdapter(nn.ModuleDict):
     Each expert has its own A and B, as in PEFT. The gate and up projections share them.
 
     Args:
-        linear: The layer.
+        linear: The layer to adapt.
         plan: The settings of the adapters. Dropout and DoRA are not supported.
         context: The layer's build context.
     """

@@ -386,11 +386,11 @@ class Fp8Products(Products):
         return wait
 
     def prepare(self, grad: Tensor, axis: Axis | None = None) -> Operand:
-        """Return the gradient in 8 bits, with its transpose if this rank has all rows."""
+        """Return the gradient in 8 bits, and its transpose if needed and this rank has all rows."""
         return self._operand(grad.flatten(0, -2).contiguous(), "gradient", axis)
 
     def prepare_input(self, x: Tensor, axis: Axis | None, *, training: bool) -> Operand:
-        """Return the input in 8 bits, with its transpose if this rank has all rows."""
+        """Return the input in 8 bits, and its transpose if needed and this rank has all rows."""
         return self._operand(x, "input", axis, records=training)
 
     def _operand(

@@ -55,7 +55,7 @@ class SavedTensors(NamedTuple):
     """The tensors that the forward pass saves for the backward pass.
 
     Attributes:
-        x: The input, or this rank's shard of it; `None` if the number format does not need it.
+        x: The input, or this rank's shard of it; `None` if the backward pass does not need it.
         weight: The weight [out, in].
         operands: The tensors that the number format saves.
     """
@@ -98,7 +98,7 @@ class WeightProduct:
         """Start gathering the input if only a shard was saved; collective in this case."""
 
     def whole_input(self) -> Tensor | None:
-        """Return the whole input, or `None` if the format does not save it."""
+        """Return the whole input, or `None` if it was not saved."""
         return self._x
 
     def compute(self, into: Tensor, *, accumulate: bool) -> None:
@@ -114,7 +114,7 @@ class DetachedWeight:
     """A weight whose gradient is computed outside autograd.
 
     Attributes:
-        weight: The parameter.
+        weight: The parameter to which the gradient belongs.
         queue: The queue to which the product for the weight's gradient may be deferred.
         slot: The destination of the weight's gradient; `None` leaves the gradient to autograd.
     """

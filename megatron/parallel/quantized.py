@@ -87,7 +87,7 @@ class PackedWeight(torch.Tensor):
             shape: The shape. The last dimension must be a multiple of `BLOCK`.
             frozen_format: The format of the codes.
             dtype: The data type of the values and of the scales.
-            device: The device.
+            device: The device on which to allocate the weight.
             library: Compiled kernels for the device; `None` means PyTorch's operations.
 
         Raises:

@@ -312,8 +312,8 @@ def _casts(sublayer: SublayerPlan, setting: Setting, side: int) -> float:
     """Return the time to cast the inputs of products, or the gradients of their outputs, to 8 bits.
 
     Args:
-        sublayer: The sublayer.
-        setting: Its setting.
+        sublayer: The plan of the sublayer.
+        setting: The machine, sizes and options.
         side: The dimension of the weights that the tensors match: 1 for the inputs, 0 for the
             gradients of the outputs.
     """
@@ -334,8 +334,8 @@ def _copies(
     """Return the time of all-to-all's copies around attention in the forward or backward pass.
 
     Args:
-        sublayer: The sublayer.
-        setting: Its setting.
+        sublayer: The plan of the sublayer.
+        setting: The machine, sizes and options.
         inputs: The number of times that queries, keys and values are copied.
         results: The number of times that results are copied.
         kernels: The number of kernels that make these copies, in addition to one per
@@ -411,7 +411,7 @@ def recomputed(layer: LayerPlan, passes: PassTimes, modules: Iterable[str] | Non
     """Return the times of a layer with recomputation of some or all of its parts.
 
     Args:
-        layer: The layer.
+        layer: The plan of the layer.
         passes: Its times without recomputation.
         modules: The parts to recompute (--recompute-modules); `None` for the whole layer.
     """

@@ -286,7 +286,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     """Yield layouts as values by "section.field", including many that the rules will refuse.
 
     Args:
-        start: The run.
+        start: The run to plan.
         gpus: The number of GPUs.
         node: The number of GPUs of a node. A layer is split over at most that many GPUs.
     """

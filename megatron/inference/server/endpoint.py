@@ -240,7 +240,7 @@ async def read_object(
     """Return the JSON object in a request's body.
 
     Args:
-        request: The request.
+        request: The HTTP request.
         settings: Settings of the server.
         rate_limiter: Limiter of the speed at which large bodies are read.
 

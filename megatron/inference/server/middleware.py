@@ -140,7 +140,7 @@ class MetricsMiddleware:
     """A wrapper that counts and times an application's requests.
 
     Attributes:
-        app: The application.
+        app: The application to measure.
         metrics: Metrics that count and time the requests.
         paths: Paths that have their own label. All others are labeled "other", because clients can
             request any path.

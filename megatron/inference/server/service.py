@@ -83,7 +83,7 @@ class EngineClient:
         """Send the sequences of one client's request to the engine: all of them, or none.
 
         Args:
-            requests: The sequences.
+            requests: The sequences to continue.
 
         Returns:
             The names of the sequences, and the queue of their events. The last event of each
@@ -164,8 +164,8 @@ class TextPiece:
     """Text that can be shown now, with the tokens that begin before its end.
 
     Attributes:
-        text: The text.
-        tokens: The tokens.
+        text: The text, which may be empty.
+        tokens: The tokens, without those of earlier pieces.
         passages: Passages that Retro has read since the previous piece.
     """
 
@@ -244,7 +244,7 @@ class TextAnswer:
     """The engine's answer to one sequence, as text.
 
     Attributes:
-        request: The sequence.
+        request: The sequence to which this is the answer.
         prompt: Log probabilities of the prompt; `None` until they arrive.
         passages: Passages that Retro has read so far.
         new_tokens: Number of new tokens so far, including silent ones.
@@ -257,7 +257,7 @@ class TextAnswer:
 
         Args:
             tokenizer: Tokenizer of the model.
-            request: The sequence.
+            request: The sequence to which this is the answer.
         """
         self.request = request
         self._tokenizer = tokenizer
@@ -361,7 +361,7 @@ class AnswerGroup:
 
         Args:
             service: The tokenizer and the engine.
-            requests: The sequences.
+            requests: The sequences to continue.
             observe_first: Function that is called with the seconds from now to the first text.
 
         Raises:

@@ -117,7 +117,7 @@ def activation_bound(kind: ScheduleKind, stage: int, stages: int, chunks: int, m
 
     Args:
         kind: The kind of schedule.
-        stage: The stage.
+        stage: The index of the stage, from 0.
         stages: The pipeline-parallel size.
         chunks: The number of chunks per stage.
         micro: The number of micro-batches in an update.

@@ -76,7 +76,7 @@ def check_times(flag: str, values: Sequence[float]) -> None:
 
     Args:
         flag: The name of the source of the values, for error messages.
-        values: The times.
+        values: The times to check.
 
     Raises:
         ConfigError: A value is negative, infinite or not a number.
@@ -183,7 +183,7 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
 
     Args:
         schedule: The operations of every stage.
-        times: The durations.
+        times: The duration of each kind of operation.
 
     Raises:
         ScheduleError: The schedule cannot run.
