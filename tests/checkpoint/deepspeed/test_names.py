@@ -123,9 +123,9 @@ def test_nested_dicts_are_joined_by_dots() -> None:
     with pytest.raises(CheckpointError, match="^a contains a name that is not a string"):
         dict(flatten({"a": {1: 2}}))
     many = dict.fromkeys(map(str, range(200_000)))
-    assert len(dict(flatten(many))) == 200_000
+    assert next(flatten(many)) == ("0", None)
     with pytest.raises(CheckpointError, match="^module has more entries than any model"):
-        dict(flatten({**many, "one": 1}))
+        next(flatten({**many, "one": 1}))
 
 
 @pytest.mark.parametrize(
