@@ -93,8 +93,8 @@ class GPTModel(Network):
             Hidden states [s, b, h] unless this is the last part of the model. With labels, the last
             part returns the loss of each token, fp32 [b, s], or the weighted sum of the losses if
             there is a loss mask. Without labels it returns logits [b, s, v/t]. A reward model
-            returns a score for each token instead, fp32 [b, s]. With `ahead`, the result is the
-            weighted sums of the model's losses and of each depth's, [1 + depths].
+            returns a score for each token instead, fp32 [b, s]. With `ahead`, the last part returns
+            the weighted sum of the model's losses and that of each depth's, [1 + depths].
         """
         length = tokens.shape[1]
         documents = mask if self.packs_samples and isinstance(mask, Segments) else None

@@ -110,8 +110,8 @@ class ExpertExchange:
     """The exchange that sends tokens to their experts and returns the experts' outputs.
 
     Buckets average the gradients of experts over the processes that hold the same experts. The
-    exchange therefore divides these gradients by the number of processes that send tokens to an
-    expert.
+    exchange therefore divides these gradients by the number of replicas of the other weights that
+    send tokens to an expert.
 
     Args:
         layout: The grid of processes.

@@ -107,7 +107,7 @@ class PlanRequest:
 
     Attributes:
         start: The run that `flags` describe.
-        flags: The run as flags, without a layout.
+        flags: The run as flags, without a layout unless only its prediction is requested.
         vocabulary: The number of entries in the vocabulary, without padding.
         gpus: The number of GPUs.
         machine: The machine that the GPUs belong to.
@@ -529,7 +529,10 @@ def goodput(request: PlanRequest, plan: Plan, options: argparse.Namespace) -> st
 def show_timeline(
     request: PlanRequest, plan: Plan, network: ModelPlan, options: argparse.Namespace
 ) -> None:
-    """Print the timeline of a layout with a pipeline, and draw it if requested."""
+    """Print the timeline of a layout, and draw it if requested.
+
+    Nothing is printed without a pipeline or for more than `_MAX_DRAWN_STAGES` stages.
+    """
     pipeline, counts, costs = pipeline_of(plan.config, network, request.gpus, request.machine)
     micro_batches = min(pipeline.micro_batches, _DRAWN * pipeline.stages)
     schedule = make_schedule(pipeline.kind, pipeline.stages, pipeline.chunks, micro_batches)

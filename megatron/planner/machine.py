@@ -175,7 +175,7 @@ def read_machine(path: Path, start: Machine) -> Machine:
     The file may also contain fields of `Machine`, which replace those of `start`.
 
     Raises:
-        DataError: The file cannot be read or contains no such rates.
+        DataError: The file cannot be read, contains no such rates, or has an invalid value.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -73,7 +73,7 @@ class RingStep:
         source: The rank on the context axis whose keys and values are used.
         queries: The indices of the queries among this rank's tokens.
         keys: The indices of the keys among the tokens of `source`.
-        causal: Whether the block is masked; otherwise every query attends to every key.
+        causal: Whether the block has a causal mask; otherwise every query attends to every key.
         is_empty: Whether the block need not be computed, because no query can have a key in the
             same document and within the window.
     """
