@@ -283,6 +283,9 @@ def test_weights_may_be_missing(tmp_path, tokenizer):
     ]
     path = str(write(tmp_path / "x.tfrecord", without))
     assert datasets(tokenizer, path).train[0]["labels"].tolist().count(-1) == 13
+    first = without[0] | {"masked_lm_positions": [1, 15, 0, 0], "masked_lm_ids": [7, 9, 3, 5]}
+    path = str(write(tmp_path / "y.tfrecord", [first]))
+    assert datasets(tokenizer, path).train[0]["labels"].tolist() == [-1, 7, *[-1] * 13, 9]
 
 
 def test_any_name_will_do(tmp_path, tokenizer):
