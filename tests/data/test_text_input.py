@@ -390,3 +390,12 @@ def test_a_line_of_just_the_longest_size_is_read_whole(
         fits = size <= 1 << 20
         assert problems == ([] if fits else ["the line is longer than 1 MiB"])
         assert data == (line + last if fits else last)
+
+
+def test_two_stars_stand_for_folders_at_any_depth(tmp_path: Path) -> None:
+    names = ["a.jsonl", "b/c.jsonl", "b/d/e/f.jsonl"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    found = find_inputs([str(tmp_path / "**" / "*.jsonl")])
+    assert [str(Path(path).relative_to(tmp_path)) for path in found] == names
