@@ -115,7 +115,7 @@ def shortage_of(error: BaseException, remedy: str = _REMEDY) -> UserError | None
 
     Args:
         error: Any exception.
-        remedy: A sentence that says what to change.
+        remedy: A sentence that says what to change if memory ran out.
     """
     if isinstance(error, ShortageError):
         return error
@@ -152,13 +152,14 @@ def _is_out_of_descriptors(error: BaseException) -> bool:
 
 @contextmanager
 def shortage_errors(remedy: str) -> Iterator[None]:
-    """Turn every out-of-memory error into one that names a remedy.
+    """Turn every error about a lack of memory or file descriptors into one that names a remedy.
 
     Args:
-        remedy: A sentence that says what to change.
+        remedy: A sentence that says what to change if memory ran out.
 
     Raises:
-        ShortageError: The device or the host ran out of memory.
+        ShortageError: The device or the host ran out of memory, or the process ran out of file
+            descriptors.
     """
     try:
         yield

@@ -185,7 +185,7 @@ def _extra_flags(layout: str, extra_flags: Sequence[str]) -> list[str]:
 
 
 def _expect_gpus(options: argparse.Namespace) -> None:
-    """Check that the GPUs exist, because all workloads but the toy would take hours on a CPU."""
+    """Check that the GPUs exist. Only the toy workload `demo` may run without one."""
     from megatron.device import gpu_count
 
     num_gpus = gpu_count()

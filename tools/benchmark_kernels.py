@@ -5,7 +5,8 @@
 
 The floor is the time to move the necessary bytes at the bandwidth of a large copy on this GPU. For
 attention and matrix products, it is the time of the necessary operations at the rate of a large
-bf16 product, if that is longer. Times are medians of GPU time over inputs larger than the L2 cache.
+bf16 matrix product, if that is longer. Times are medians of GPU time over inputs larger than the L2
+cache.
 """
 
 from __future__ import annotations

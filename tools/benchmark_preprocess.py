@@ -3,8 +3,8 @@ r"""Measure tools/preprocess_data.py: end to end, including process start, and e
     python tools/benchmark_preprocess.py --vocab-file vocab.json --merge-file merges.txt \
         --text 100_english_novels.tar.xz
 
-The tool cuts the text into documents of about 4 KB, 20.7 MB in total, and encodes them with GPT-2's
-BPE. Without --text, the text is the source of Python's standard library.
+The tool cuts the text into documents of about 4 KB, up to --megabytes in total, and encodes them
+with GPT-2's BPE. Without --text, the text is the source of Python's standard library.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Weights and texts are random, because only shapes matter. The embedding time includes WordPiece,
 which runs at the same time as the device. Operations are counted in the encoder's layers for the
-tokens of the texts, without padding, so the share of the peak counts only useful work. The
-neighbors need faiss, and are not measured without it or with --vectors 0.
+tokens of the texts, without padding, so the share of the peak counts only useful work. The search
+for neighbors needs faiss, and is not measured without it or with --vectors 0.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class _Database:
 
 
 class _Queries:
-    """Samples that each read three documents."""
+    """Samples that each contain text from three documents."""
 
     chunks_per_sample = _CHUNKS_PER_SAMPLE
 

@@ -252,7 +252,11 @@ KINDS = (*INJECTORS, "launcher", "damage")
 
 
 def inject_fault(kind: str, job: Job, save: Path, rng: random.Random) -> Fault | None:
-    """Inject a fault into a random rank, and return the fault, or `None` if none was injected."""
+    """Inject a fault into a random rank, or into the launcher if `kind` is "launcher".
+
+    Returns:
+        The fault, or `None` if none was injected.
+    """
     ranks = job.ranks()
     if kind == "stop":
         processes = job.processes()

@@ -109,8 +109,8 @@ def page(
 
     Args:
         rows: The layouts of a dense GPT, each with its difference from one process.
-        mixtures: The layouts of a mixture, each with its largest differences by the name of the
-            loss, "norm" or "biases".
+        mixtures: The layouts of a mixture of experts, each with its largest differences by the name
+            of the loss, "norm" or "biases".
         where: A description of the machine.
     """
     from tests.parity.layouts import (
@@ -157,7 +157,7 @@ def cells(case: LayoutCase, difference: Difference, where: str) -> list[str]:
 
 
 def mixture_cells(case: MixtureCase, differences: Mapping[str, float], where: str) -> list[str]:
-    """Return the table cells for a layout of a mixture."""
+    """Return the table cells for a layout of a mixture of experts."""
     loss = max(
         difference for name, difference in differences.items() if name not in ("norm", "biases")
     )

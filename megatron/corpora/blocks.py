@@ -123,7 +123,8 @@ class PieceReader(CorpusBlock):
 
     Args:
         pieces: All pieces of the input.
-        plan: The plan, which sets the keys of a document's text and name.
+        plan: The plan, which sets the keys of a document's text and name, and whether to skip
+            bad lines.
     """
 
     def __init__(self, pieces: list[Piece], plan: CorpusPlan) -> None:

@@ -186,8 +186,8 @@ def judge_quality(text: str, step: QualityStep) -> str:  # noqa: PLR0911 - one r
     """Return the first quality rule that a text breaks, or "".
 
     The rules are those of Gopher (Rae et al. 2021, table A1). datatrove implements them too, but
-    needs spaCy for English, which is larger than all other dependencies of this package combined
-    and ten times slower than splitting on whitespace. A limit of 0 disables a rule.
+    needs spaCy for English, a large dependency that is ten times slower than splitting on
+    whitespace. A limit of 0 disables a rule.
     """
     words = text.split()
     count = len(words)

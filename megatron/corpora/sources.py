@@ -61,7 +61,7 @@ class RawRecord(NamedTuple):
         location: The file and the byte offset, for messages.
         text: The text, or "" if `problem` or `excess` is set.
         name: The record's own name, or `location` if it has none.
-        fields: The other fields of the record.
+        fields: All fields of the record except the text.
         is_html: Whether the text is HTML.
         problem: The reason why the record is not a document, or "".
         excess: The size of a page that is too large to read, such as "200,000,000 bytes", or "".

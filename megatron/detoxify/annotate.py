@@ -74,6 +74,9 @@ def annotate(
 ) -> None:
     """Write the lines of `source` with an added `score` to `target`, resuming an earlier run.
 
+    A text without a score also gets a `score_error`, the reason. GPT-2's `<|endoftext|>` is
+    removed from the texts.
+
     Args:
         source: The file to read, with one JSON object per line.
         target: The file to write.

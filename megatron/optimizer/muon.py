@@ -313,7 +313,9 @@ def _matrix_view(index: int, groups: tuple[int, int, int], rows: slice, tensor: 
 
 
 class _Orthogonalization:
-    """Orthogonalizes and scales whole tensors in place, batching matrices of the same shape.
+    """A function that orthogonalizes and scales whole tensors in place.
+
+    Matrices of the same shape are processed in batches.
 
     Args:
         rule: The settings.

@@ -12,8 +12,8 @@ If the gradients are sharded over the processes that hold the same weights (ZeRO
 and moments exist only for this process's shard. The process updates its shard of the weights and
 gathers the other shards.
 
-fp16 gradients below 6e-8 underflow to zero. The loss is therefore multiplied by a scale before the
-backward pass, and the gradients are divided by this scale before the update (`LossScale`).
+fp16 gradients below 3e-8 are rounded to zero. The loss is therefore multiplied by a scale before
+the backward pass, and the gradients are divided by this scale before the update (`LossScale`).
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class _OwnedGroup:
     """The part of a parameter group that this process updates.
 
     Attributes:
-        group: The group.
+        group: The whole group, whose rule and settings apply to these weights.
         weights: The weights that this process updates.
     """
 

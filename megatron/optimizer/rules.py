@@ -126,7 +126,7 @@ RuleChoice = Callable[[str, nn.Parameter], UpdateRule]
 
 
 def _muon(c: OptimizerConfig) -> RuleChoice:
-    """Choose Muon for the matrices by which layers multiply, and AdamW for other parameters."""
+    """Choose Muon for the weight matrices of hidden layers, and AdamW for other parameters."""
     adam = _adam(c)
     muon = Muon(
         momentum=c.muon_momentum,
@@ -158,7 +158,7 @@ def _adam(c: OptimizerConfig) -> RuleChoice:
 
 
 def has_matrices(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter consists of a hidden layer's matrices."""
+    """Return whether a parameter consists of one or more weight matrices of a hidden layer."""
     spec = getattr(parameter, "spec", None)
     return spec is not None and spec.matrices is not None
 

@@ -3,8 +3,8 @@
 An update uses the values for the number of samples consumed before it, so the first update of a
 warm-up has the initial learning rate. All lengths are in samples, so they do not depend on the
 batch size. With --lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens of
-all updates count, and a sequence shortened by a curriculum advances the schedule less than a whole
-sequence.
+unsuccessful and skipped updates also count, and a sequence shortened by a curriculum advances the
+schedule less than a whole sequence.
 """
 
 from __future__ import annotations

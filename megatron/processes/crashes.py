@@ -25,7 +25,7 @@ class _Record:
     """The content of a crash log.
 
     Attributes:
-        crashes: The failures since the run was started by hand, oldest first.
+        crashes: The latest failures since the run was started by hand, oldest first.
         skipped: The iterations whose samples are skipped because the run failed there, counted
             from 0.
     """
@@ -51,7 +51,10 @@ class CrashLog:
         self._is_of_other_job = True
 
     def record(self, verdict: Verdict) -> None:
-        """Add a failure to the log, unless the file cannot be written or is another job's."""
+        """Add a failure to the log, unless the file cannot be written or is another job's.
+
+        A `CrashLoopError` is not added, because it would hide the failures that caused it.
+        """
         if self._is_of_other_job:
             return
         if verdict.code == CrashLoopError.exit_code:  # must not hide the failures that caused it

@@ -274,7 +274,7 @@ def record_collectives(entries: int) -> None:
 
 
 def prepare(launch: Launch, *, deterministic: bool) -> None:
-    """Set the variables that CUDA and NCCL read once. Call this before the first CUDA call.
+    """Set the environment variables that PyTorch, CUDA and NCCL read once, before any CUDA call.
 
     Args:
         launch: The ranks of this process.

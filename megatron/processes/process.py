@@ -44,11 +44,13 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         work: The job, a function that returns an exit code.
 
     Returns:
-        The exit code of the work or of a `UserError`, whose message is printed once for all
-        processes; 130 if Ctrl-C interrupts the work.
+        The exit code of the work, or of the `UserError` that ended it (a lack of memory counts as
+        one); 130 if Ctrl-C interrupts the work. Only rank 0 prints the message of a
+        `ConfigError`, because all processes have the same; other messages are printed by every
+        process.
 
     Raises:
-        Exception: The work failed with an error that is not a `UserError`.
+        Exception: The work failed with any other error.
     """
     prepare_streams()
     launch = Launch()

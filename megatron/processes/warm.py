@@ -91,7 +91,7 @@ def _source_of(name: str, kind: str) -> Path | None:
 
 
 def _imports_of(source: Path) -> list[str]:
-    """Return the modules that a file imports before it runs anything."""
+    """Return the modules that a file imports at its top level."""
     try:
         body = ast.parse(source.read_bytes()).body
     except (OSError, SyntaxError, ValueError):  # the ranks will report this

@@ -2,7 +2,7 @@
 
 In reading order:
 
-- `history`: the record of a run: curves, events, settings, expert load.
+- `history`: the record of a run, with its curves, events, settings and expert load.
 - `sources`: reading a history from the files of a run's folder.
 - `timeline`: reading one iteration from the traces of `--profile`.
 - `charts`: which curves share a chart, and how they are downsampled for the screen.

@@ -355,7 +355,7 @@ def _response_prompt(
 
 
 def word_splitter() -> Callable[[str], list[str]]:
-    """Return a function like NLTK's `word_tokenize` for English, which also separates punctuation.
+    """Return a function that splits English into words and punctuation like NLTK's `word_tokenize`.
 
     Raises:
         ConfigError: The data of Punkt, which detects the ends of sentences, is not installed.

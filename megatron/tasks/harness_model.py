@@ -29,12 +29,12 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """The id of the token that ends a document."""
         return self._tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that precedes a text without context."""
+        """The id of the token that precedes a text without context."""
         return self._start[0] if self._start else self.eot_token_id
 
     @property

@@ -74,7 +74,8 @@ def megatron_line(
 def results_path(requested: str | None, folder: str, task: str, iteration: int) -> Path:
     """Return the path that --results names, or the default path in the folder of checkpoints.
 
-    It is outside the folders of single iterations, which are deleted as newer ones are saved.
+    The default is outside the folders of single iterations, which are deleted as newer ones are
+    saved.
     """
     if requested is not None:
         return Path(requested)

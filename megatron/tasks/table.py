@@ -46,7 +46,7 @@ class Task:
 
     Attributes:
         kind: The kind of task, which determines the module that runs it.
-        help: A description.
+        help: A short description for `--help`, such as "perplexity of any corpus of documents".
     """
 
     kind: Kind

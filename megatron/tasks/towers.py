@@ -296,7 +296,7 @@ class TowersFinetuning(StartFromBert):
     Args:
         options: The flags that determine where the results are written.
         pretrained: The folder of a pretrained bi-encoder, or `None`.
-        valid: The questions to evaluate on, by file, each with only the negatives to rank.
+        valid: The questions to evaluate on, by file. Each has only the negatives that are ranked.
         ends: The updates, counted from 1, that end an epoch.
         group: The number of questions whose passages are compared with each other.
     """

@@ -108,7 +108,7 @@ def vocabulary_multiple(rows: int) -> int:
 
 
 class NullTokenizer(Tokenizer):
-    """A tokenizer for texts of numbers below `--vocab-size`, which are the ids themselves.
+    """A tokenizer for texts that spell out token ids, as numbers below `--vocab-size`.
 
     The id `--vocab-size` ends a document.
 

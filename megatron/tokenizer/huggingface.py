@@ -25,10 +25,11 @@ _COMMON_END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face tokenizer: `--tokenizer-model` is a tokenizer.json or a folder with one.
+    """A Hugging Face tokenizer, read from the tokenizer.json in `--tokenizer-model`.
 
-    The flag also accepts the name of a model, such as bigscience/bloom, if the model's files are
-    already in Hugging Face's cache. Nothing is downloaded, and no code of a model is run.
+    The flag names the file or its folder. It also accepts the name of a model, such as
+    bigscience/bloom, if the model's files are already in Hugging Face's cache. Nothing is
+    downloaded, and no code of a model is run.
 
     A tokenizer_config.json in the same folder names the special tokens. `tokenize` applies the
     post-processing that the tokenizer.json defines, which may add special tokens to a text.

@@ -22,7 +22,7 @@ def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer)
     """Return the id of the token that ends the assistant's turn, or `None` if no single token does.
 
     Generation stops at this token. The template is not trusted, so it is rendered in a separate
-    process with a limit of processor time.
+    process with a limit on processor time.
 
     Args:
         source: The text of the template.

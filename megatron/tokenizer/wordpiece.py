@@ -36,7 +36,7 @@ _CACHED_WORDS = 1 << 16  # the number of words whose ids are cached
 
 
 class WordPieceTokenizer(Tokenizer):
-    """BERT's WordPiece: BertWordPieceLowerCase and BertWordPieceCase.
+    """BERT's WordPiece tokenizer, for BertWordPieceLowerCase and BertWordPieceCase.
 
     `--vocab-file` has one entry per line. [BOS], [EOS] and `--vocab-extra-ids` sentinels are
     appended if the file lacks them. BertWordPieceTokenizer, the name used in 2019, means

@@ -1,6 +1,6 @@
 """Measure the limits of this machine at a workload's shapes, and derive the highest possible speed.
 
-Every product runs for several seconds, because a GPU is slower at its power limit than when cold.
+Each operation runs for several seconds, because a GPU is slower at its power limit than when cold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ceilings:
         seconds: Duration of each measurement.
         products: FLOP/s of a layer's matrix products, for the output and both gradients.
         products_fp8: The same as `products`, in FP8.
-        head: FLOP/s of the output head's products.
+        head: FLOP/s of the output head's matrix products.
         attention_forward: FLOP/s of causal attention, counting half of the score matrix.
         attention_backward: The same for the backward pass, counted as 2.5 forward passes.
         copy: Bytes/s of a copy on the device, counting bytes read and bytes written.
@@ -147,7 +147,7 @@ def layer_products(plan: ModelPlan, tensor: int) -> list[tuple[int, int]]:
 
 
 def _mlp(plan: ModelPlan) -> MLPPlan:
-    """Return the MLP of a layer. A mixture counts as a dense MLP with the same work."""
+    """Return the MLP of a layer. A mixture of experts counts as a dense MLP with the same work."""
     mlp = plan.layers[-1].mlp
     if isinstance(mlp, MixturePlan):
         return replace(mlp.expert, inner=mlp.expert.inner * mlp.router.chosen)

@@ -122,7 +122,7 @@ def run_to_end(
     Args:
         command: The command and its arguments.
         timeout: Seconds after which the run is ended.
-        folder: Folder to run in. Default: this process's folder.
+        folder: Folder to run in. The default is this process's current folder.
         environment: Environment variables to set unless they are already set.
 
     Returns:

@@ -58,7 +58,7 @@ def gather_variants(
 def scatter_variants(
     rows: Tensor, weight: Tensor, layout: Layout, exchange: Exchange
 ) -> dict[str, tuple[Variant, bool]]:
-    """Return variants of a product of rows [t m, in], summed over the t ranks.
+    """Return variants of a matrix product of rows [t m, in] that is summed over the t ranks.
 
     Each rank gets m rows of the sum (a reduce-scatter). Each variant comes with a flag that says
     whether it communicates.
@@ -120,7 +120,7 @@ def measure(
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the variants of each product and print a table.
+    """Measure the variants of each matrix product and print a table.
 
     Raises:
         ConfigError: There is only one process, a size is not a multiple of the number of processes,
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
 def cases(
     options: argparse.Namespace, layout: Layout, device: Device
 ) -> Iterator[tuple[str, dict[str, tuple[Variant, bool]]]]:
-    """Yield the name and the variants of each product of a layer that involves communication."""
+    """Yield the name and variants of each matrix product of a layer that involves communication."""
     size, hidden, ffn = layout.tensor.size, options.hidden_size, options.ffn_hidden_size
     part = options.tokens // size
     dtype = torch.bfloat16 if device.is_gpu else torch.float32

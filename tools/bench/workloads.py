@@ -1,9 +1,10 @@
 """The workloads, as flags of pretrain_gpt.py, and the corpus on which they train.
 
 Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of
-Qwen3-30B-A3B with a small vocabulary, O is OLMoE-7B, and D is one dense layer and three mixtures of
-DeepSeek-V3 with 32 of its 256 experts and a small vocabulary. For a CPU there are the toy `demo`,
-the mixture `small-moe`, and the dense `small`, which does the same work per token as `small-moe`.
+Qwen3-30B-A3B with a small vocabulary, O is OLMoE-7B, and D is one dense layer and three
+mixture-of-experts layers of DeepSeek-V3, with 32 of its 256 experts and a small vocabulary. Three
+workloads are meant for a CPU: the toy `demo`, the mixture of experts `small-moe`, and the
+dense `small`, which does the same work per token as `small-moe`.
 """
 
 from __future__ import annotations

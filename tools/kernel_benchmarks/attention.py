@@ -63,7 +63,7 @@ def causal(device: torch.device, s: int, b: int) -> Operation:
 def flash_package(
     device: torch.device, sizes: tuple[int, int, int, int], groups: int, *, causal: bool
 ) -> Operation:
-    """Define attention in FlashAttention 4's memory layout, for its and PyTorch's kernels."""
+    """Define attention in FlashAttention 4's memory layout, for its kernel and PyTorch's."""
     s, b, _, _ = sizes
 
     def by_package(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _attention(
     Args:
         name: Name of the operation.
         device: Device to run on.
-        sizes: s, b, n and d.
+        sizes: The sequence length s, batch size b, number of heads n and head size d.
         pairs: Number of pairs of a query and a visible key, per head.
         ours: The kernel that a model runs.
         libraries: Kernels that the model could run instead, by name.

@@ -109,7 +109,7 @@ def split_rotate(
 ) -> Operation:
     """Define the split of a fused projection into heads, with rotation of queries and keys.
 
-    In `eager`, values are a view.
+    The values that `eager` returns are a view of the projection, not a copy.
     """
     d = 128
     table = rope.rotation_table(s, d, device=device)[:, :, None, None]

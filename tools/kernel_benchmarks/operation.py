@@ -96,14 +96,14 @@ class Stopwatch:
         return 2 * source.numel() / self.median([lambda: target.copy_(source)])
 
     def product_rate(self) -> float:
-        """Return the floating-point operations per second of a large bf16 product."""
+        """Return the floating-point operations per second of a large bf16 matrix product."""
         seconds = self.median([lambda: torch.mm(self._square, self._square, out=self._product)])
         return 2 * self._square.shape[0] ** 3 / seconds
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates of this GPU: bytes/s of a copy and operations/s of a product."""
+    """The highest rates of this GPU: bytes/s of a copy and operations/s of a matrix product."""
 
     bandwidth: float
     products: float

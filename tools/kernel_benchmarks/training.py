@@ -293,7 +293,8 @@ def fp8_transpose(casts: Fp8Casts, device: torch.device, rows: int, columns: int
 def fp8_casts(casts: Fp8Casts, device: torch.device, rows: int, columns: int) -> list[Operation]:
     """Define the casts to FP8.
 
-    With current scaling, a cast follows the amax. With delayed scaling, both happen together.
+    With current scaling, the amax is computed first, and a second pass casts with it. With delayed
+    scaling, a single pass casts with the previous amax and computes the next one.
     """
     previous_amax, new_amax = torch.ones(2, device=device).unbind()
 

@@ -10,7 +10,7 @@ class BenchmarkLayout:
     """A layout to measure.
 
     Attributes:
-        processes: Number of GPUs.
+        processes: Number of processes, each with its own GPU if the machine has GPUs.
         name: The layout in words.
         flags: Flags in addition to the model's.
         max_iterations: Maximum number of iterations, for a slow layout, or `None`.

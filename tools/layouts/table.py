@@ -55,7 +55,7 @@ class Row:
 
     Attributes:
         layout: Name of the layout.
-        processes: Number of GPUs.
+        processes: Number of processes, each with its own GPU if the machine has GPUs.
         flags: Flags of the layout.
         batch: The batch in words. Losses are comparable between rows with the same batch.
         measured: The measurements, or `None` if the run was skipped or failed.

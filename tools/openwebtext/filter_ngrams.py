@@ -3,8 +3,9 @@ r"""Remove text from a corpus that also occurs in the files of evaluation tasks.
     python tools/openwebtext/filter_ngrams.py --tasks lambada squad.jsonl \
         --lambada-path lambada_test.jsonl --dedup-dataset data.json text --output clean.json
 
-A 13-gram of words that also occurs in a task is cut out with 200 characters on both sides, up to
-the ends of sentences. The remaining text on each side becomes a separate document.
+A 13-gram of words that also occurs in a task is cut out. The cut includes 200 characters on each
+side, and is extended outward to the nearest sentence boundary. The remaining text on each side
+becomes a separate document.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Checksum(NamedTuple):
 
     Attributes:
         algorithm: "sha1", "md5" or "sha256".
-        digest: Hexadecimal digits, lower case.
+        digest: The hexadecimal digits, in lower case.
     """
 
     algorithm: str
@@ -93,7 +93,7 @@ def find_dump(wiki: str, date: str, mirror: str = DUMPS) -> Source:
 
     Args:
         wiki: The language, as in the address: "simple", "en", "zh-yue".
-        date: YYYYMMDD, or "latest".
+        date: The date of the dump as YYYYMMDD, or "latest".
         mirror: Address of the folder that contains a folder for each wiki.
 
     Raises:

@@ -1,7 +1,7 @@
 """Conversion of wikitext to plain text with mwparserfromhell.
 
-The parser is MIT-licensed, written in C, opens no connections, and limits nesting and time. Prose
-remains: links become their labels, and headings become lines. Templates, tables, references,
+The parser is MIT-licensed and written in C, opens no connections, and limits nesting and time. Only
+prose remains: links become their labels, and headings become lines. Templates, tables, references,
 images, categories and comments are dropped.
 """
 
@@ -133,7 +133,7 @@ def _unclosed(wikitext: str) -> int:
 
 
 def _apostrophes(apostrophes: re.Match[str]) -> str:
-    """Return the apostrophes in a row that are not markup: one of four, or all after the fifth."""
+    """Return the apostrophes of a run that are not markup: one of four, or all after the fifth."""
     length = len(apostrophes.group())
     return "'" if length == 4 else "'" * (length - 5)
 
