@@ -13,7 +13,7 @@ import torch
 from megatron.device import Device
 from megatron.kernels import library
 from megatron.kernels.library import Argument, Kernel, KernelLibrary, find_library
-from tests.kernels.emulation import build, driver, index, missing
+from tests.kernels.emulation import HERE, build, driver, index, missing
 
 # Set by `python -m tests.kernels.sanitize`: the library to test, a file for the names of launched
 # kernels, and whether one variant of each test is enough.
@@ -23,7 +23,15 @@ QUICK = os.environ.get("MEGATRON_TEST_QUICK", "")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests without emulated kernels if a library with sanitizers is tested."""
+    """Skip tests without emulated kernels if a library with sanitizers is tested.
+
+    The tests that may compile kernels, or wait until another process has, get time for it: this
+    takes a minute, but minutes on a busy machine.
+    """
+    for item in items:
+        compiled = {"emulated", "kernels", "planted"} & {*getattr(item, "fixturenames", ())}
+        if compiled and HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(1200))
     if not SANITIZED:
         return
     seen = set()
