@@ -17,6 +17,7 @@ from megatron.device import datasheet_flops
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.command import (
     build_parser,
+    check,
     command,
     describe,
     goodput,
@@ -312,6 +313,39 @@ def test_layouts_are_written_with_their_flags_and_predictions(tmp_path, capsys):
 def test_errors_name_the_remedy(words, message):
     with pytest.raises(UserError, match=message):
         run(_options(words))
+
+
+def test_limits_of_numbers_are_told_together():
+    flags = ("memory", "time", "top", "mtbf-hours", "checkpoint-seconds", "global-batch")
+    none = " ".join(f"--{flag} 0" for flag in flags)
+    with pytest.raises(ConfigError) as caught:
+        check(_options(f"--gpus 8xH100 {none} --restart-seconds -1 --draw x.qqq"))
+    assert caught.value.problems[:-1] == [
+        *(f"--{flag} 0: must be above 0" for flag in flags),
+        "--restart-seconds -1: must be at least 0",
+    ]
+    least = "--memory 1e-9 --time 1e-9 --mtbf-hours 1e-9 --checkpoint-seconds 1e-9 --top 1"
+    check(_options(f"--gpus 8xH100 {least} --global-batch 1 --restart-seconds 0"))
+    check(_options("--gpus 8xH100 --memory --time"))
+    for words, ignored in (
+        ("--memory 9 --time", "--memory 9"),
+        ("--memory --time 9", "--time 9"),
+        ("--memory --time --draw x.png --output y.yaml", "--draw and --output"),
+        ("--memory --time 9 --draw x.png", "--time 9 and --draw"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{ignored}: without a number, --memory and --tim"):
+            check(_options(f"--gpus 8xH100 {words}"))
+
+
+def test_existing_files_are_kept(tmp_path):
+    for flag in ("draw", "output", "jsonl"):
+        path = tmp_path / f"{flag}.png"
+        words = ("--gpus 8xH100", f"--{flag} {path}")
+        check(_options(*words))
+        path.touch()
+        with pytest.raises(ConfigError, match=rf"--{flag}: .*{flag}.png already exists"):
+            check(_options(*words))
+        check(_options(*words, "--overwrite"))
 
 
 def test_measured_rates_replace_built_in_ones(tmp_path):
