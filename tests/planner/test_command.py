@@ -29,6 +29,7 @@ from megatron.planner.command import (
     table,
 )
 from megatron.planner.machine import MACHINES, read_machine
+from megatron.planner.memory import largest_process
 from megatron.planner.pipeline_balance import Pipeline
 from megatron.planner.search import Search, layouts, to_flags
 from tests.launch import run_ranks
@@ -189,6 +190,18 @@ def test_memory_decides_what_is_shown():
     tight = search.best(1)[0]
     assert tight.prediction.memory.total <= limit
     assert tight.prediction.seconds > wide.prediction.seconds
+
+
+def test_a_layout_may_fit_if_its_smallest_variant_does():
+    """The smallest variant recomputes everything and has micro-batches of 1."""
+    _, search = _search("--gpus 1xH100 --global-batch 8 --", SMALL)
+    candidates = list(search.candidates())
+    sizes = [largest_process(search._resolved(one.values), one.plan, 1).total for one in candidates]
+    least = min(sizes)
+    assert max(sizes) > 1.5 * least
+    for one in (candidates[0], candidates[-1]):
+        assert replace(search, memory=least, _fits={})._may_fit(one)
+        assert not replace(search, memory=least - 1, _fits={})._may_fit(one)
 
 
 def test_output_is_yaml_that_a_run_takes(tmp_path, capsys):
