@@ -189,7 +189,7 @@ def add_group(
     Args:
         parser: The parser to extend.
         title: The heading of the group.
-        fields: The fields.
+        fields: The fields to add, in this order.
         prefix: A prefix for the fields' names in the namespace (see `add_flags`).
     """
     group = parser.add_argument_group(title)

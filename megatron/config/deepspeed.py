@@ -95,7 +95,7 @@ class KeyHandling:
     is_refused: bool
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a value is accepted because it has no effect."""
+        """Return whether a value is the default, or an object whose "enabled" is false."""
         is_off = isinstance(value, dict) and value.get("enabled", True) is False
         return value == self.default or is_off
 
@@ -225,7 +225,7 @@ def batch_sizes(
 
     Args:
         config: The run, with the values of the file.
-        file: The file.
+        file: The values of DeepSpeed's file, as returned by `read`.
         world_size: The number of processes.
         findings: The findings, to which an error is added if the sizes contradict each other.
 
@@ -553,7 +553,7 @@ def _collect(
     """Return the values of translated keys in a section of the file, or in the whole file, by path.
 
     The value is `None` for a key that leaves the choice to the flags. Unknown and refused keys are
-    added to `findings` as problems, and all other keys as notices.
+    added to `findings` as problems, and keys without effect as notices.
     """
     table = key_table()
     keys: dict[str, Any] = {}

@@ -65,13 +65,13 @@ class RetroGPTConfig:
         retro_gpt_split: Shares of the documents for training, validation and test. Only chunks of
             training documents are retrieved.
         retro_gpt_seed: Seed for the sample order.
-        retro_gpt_seq_length: Sequence length.
+        retro_gpt_seq_length: Sequence length of the GPT.
         retro_gpt_chunk_length: Length of a chunk. It divides the sequence length.
         retro_gpt_eval_interval: Number of iterations between evaluations of the training run.
         retro_gpt_eval_iters: Number of batches in an evaluation.
         retro_gpt_global_batch_size: Accepted for old scripts; no effect. --global-batch-size is the
             batch size of the training run.
-        retro_gpt_tokenizer_type: Tokenizer type.
+        retro_gpt_tokenizer_type: Type of the tokenizer that made the datasets.
         retro_gpt_vocab_file: Vocabulary file of GPT-2's tokenizer.
         retro_gpt_merge_file: Merges file of GPT-2's tokenizer.
         retro_gpt_tokenizer_model: File or folder of any other tokenizer.
@@ -115,7 +115,7 @@ class RetroEmbeddingConfig:
         bert_embedder_type: Network that computes the embeddings: megatron (the BERT in --load) or
             huggingface (a sentence encoder).
         bert_embedder_load: Folder of the embedding network. Default: --load.
-        retro_bert_tokenizer_type: BERT's tokenizer type.
+        retro_bert_tokenizer_type: Type of BERT's tokenizer.
         retro_bert_vocab_file: BERT's vocabulary file.
         retro_bert_batch_size: Number of chunks to embed at a time.
         retro_bert_max_chunk_length: Maximum length of a text in BERT's tokens. Longer texts are

@@ -164,7 +164,7 @@ def normalize(weights: Sequence[float]) -> NDArray[np.float64]:
 
 
 def build_phases(phases: Sequence[BlendPhase], size: int) -> BlendIndex:
-    """Return the first `size` samples of a blend whose weights change.
+    """Return the first `size` samples of a blend whose weights may change.
 
     Args:
         phases: The phases; the last one continues to the end.

@@ -122,7 +122,7 @@ def read_examples(record: Record, *, preferences: bool) -> list[Example]:
     """Return the example in a record, or the chosen and the rejected example of a preference.
 
     Args:
-        record: The record.
+        record: The record, as returned by `parse_record`.
         preferences: Whether the run needs preferences, as opposed to examples to imitate.
 
     Raises:

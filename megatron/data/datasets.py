@@ -83,7 +83,7 @@ class DataRequest(NamedTuple):
 
 
 class DatasetPart(NamedTuple):
-    """The documents of one indexed dataset that belong to one split.
+    """The documents of one dataset that belong to one split.
 
     Attributes:
         split: The split: train, valid or test.

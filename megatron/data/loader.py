@@ -231,7 +231,8 @@ def build_loader(
 def lost_workers() -> Iterator[None]:
     """Report a killed worker as a `ShortageError`.
 
-    PyTorch raises its error in the main thread, wherever that thread happens to be.
+    PyTorch raises its error in the main thread, wherever that thread happens to be. After any error
+    in the body, the ends of further workers are ignored.
 
     Raises:
         ShortageError: A worker ended unexpectedly. This replaces PyTorch's RuntimeError.

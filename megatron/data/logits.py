@@ -148,7 +148,7 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
     """Read the header of a folder of logits.
 
     Args:
-        folder: The folder.
+        folder: The folder that contains the header.
         flag: The flag that names the folder, for messages.
 
     Raises:
@@ -192,7 +192,7 @@ def begin_folder(folder: Path, header: LogitsHeader) -> None:
 
     Args:
         folder: The folder in --logits-save-dir. It is created if necessary.
-        header: The header.
+        header: The header of the logits that this run writes.
 
     Raises:
         DataError: The folder holds different logits.

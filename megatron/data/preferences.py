@@ -136,8 +136,8 @@ class FittedAnswers(FittedPairs):
     """The answers of one file, each paired with the answer to another prompt, fitted into rows.
 
     The other answer is half a file away, so that the chosen and the rejected answer to a prompt,
-    which are neighbors, are never paired. The arguments and attributes are those of `FittedPairs`,
-    with answers in place of pairs.
+    which are neighbors, are not paired if the file has at least four answers. The arguments and
+    attributes are those of `FittedPairs`, with answers in place of pairs.
 
     Raises:
         DataError: As for `FittedPairs`, or there are fewer than two answers.

@@ -190,8 +190,8 @@ class EncodingOptions(NamedTuple):
         tokenizer: The tokenizer's flags.
         keys: The keys of a JSON line to encode, each into its own dataset.
         append_eod: Whether each document ends with the end-of-document id.
-        splitter: The function that splits documents into sentences. Without it, a document is a
-            single sequence.
+        splitter: The function that splits documents into sentences. Without it, a text is a single
+            sequence, and a list of texts is a document with a sequence for each.
     """
 
     tokenizer: TokenizerConfig

@@ -116,7 +116,7 @@ def parse_block(block: TextBlock, keys: Sequence[str]) -> Documents:
     """Read and parse the documents of a block.
 
     Args:
-        block: The block.
+        block: The block, as yielded by `read_blocks`.
         keys: The keys of the values to read from each line.
 
     Raises:
@@ -212,7 +212,7 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
     a glob or folder they are sorted by name.
 
     Args:
-        patterns: The patterns.
+        patterns: The values of `--input`.
         more: Suffixes of additional formats, which the caller reads itself.
 
     Raises:

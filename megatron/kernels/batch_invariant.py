@@ -101,7 +101,9 @@ def attend(
 def batch_invariant_attention(
     query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    """Compute attention as an `AttentionFunction`, one segment at a time. Biases are unsupported.
+    """Compute attention as an `AttentionFunction`, one segment at a time.
+
+    Masks of values that are added to the scores are not supported, but ALiBi slopes are.
 
     Args:
         query: The queries [s, b, n, d].

@@ -364,7 +364,7 @@ def _run(commands: Sequence[list[str]], outputs_of: Sequence[str], clock: _Clock
     """Run commands in parallel, one per core, and return the output of each.
 
     Args:
-        commands: The commands.
+        commands: The programs to run, with their arguments.
         outputs_of: The name of the file that each command creates, for messages.
         clock: The clock that stops the commands if they take too long.
 

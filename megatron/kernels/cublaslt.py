@@ -141,7 +141,7 @@ class CublasLt:
         Args:
             problem: The product.
             gpu: The index of the GPU.
-            algorithm: The algorithm.
+            algorithm: The algorithm to vary, from `algorithms`.
             split_k: The number of parts.
             workspace: The maximum workspace, in bytes.
 
@@ -181,7 +181,7 @@ class CublasLt:
 
         Args:
             problem: The product.
-            algorithm: The algorithm.
+            algorithm: An algorithm for this product.
             left: The left matrix [m, k].
             right: The right matrix [n, k].
             out: The result [m, n].

@@ -177,7 +177,8 @@ class LatentHeads(Protocol):
     """The computation of a layer's keys and values from cached latent vectors of w channels.
 
     The computation is linear. Queries can therefore attend to the keys and values or, after a
-    linear map, to the vectors themselves, which is cheaper if there are few queries.
+    linear map, to the vectors themselves, which is cheaper if there are few queries. Each of t
+    tensor-parallel processes has n/t of the n heads.
 
     Attributes:
         rank: The number of leading channels of each vector from which values are computed.
@@ -461,7 +462,7 @@ class BatchInvariantPaged(PagedAttention):
 
 
 class FusedPaged(PagedAttention):
-    """Attention to a cache in two kernels: one for parts of the cache, and one to merge results.
+    """Attention to a cache with a kernel for parts of the cache, and another to merge the results.
 
     The bits of a sequence's result do not depend on the other sequences.
 

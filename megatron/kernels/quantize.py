@@ -190,7 +190,7 @@ def prepare(frozen_format: FrozenFormat, dtype: torch.dtype, device: torch.devic
     Args:
         frozen_format: The format of the codes.
         dtype: The data type of the dequantized values.
-        device: The device.
+        device: The device of the codes.
     """
     if frozen_format == "fp8":
         _largest(dtype, device)

@@ -227,7 +227,7 @@ def write_block(block: TableBlock, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write the file of a block atomically.
 
     Args:
-        block: The block.
+        block: The block to write.
         arrays: The data sets by name.
 
     Raises:

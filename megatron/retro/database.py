@@ -256,7 +256,7 @@ def read_chunks(block: TableBlock, data: IndexedDataset, chunk_length: int) -> A
     """Read the data sets of a block, and check them against the dataset.
 
     Args:
-        block: The block.
+        block: The block of documents.
         data: The dataset that was divided into chunks.
         chunk_length: The number of tokens in a chunk.
 

@@ -264,8 +264,8 @@ class MegatronEmbedder(Embedder):
 
     Args:
         model: A BERT without heads, in evaluation mode, on the device.
-        tokenizer: The BERT's tokenizer, with cls, sep, pad and, for masking, mask.
-        device: The device.
+        tokenizer: The BERT's tokenizer, with cls, sep, pad and mask.
+        device: The device that holds the model.
         options: The sizes and the masking.
         iteration: The iteration of the BERT's checkpoint, if it has one.
 
@@ -336,7 +336,7 @@ class HuggingFaceEmbedder(Embedder):
     the first and the last token, as in Megatron-LM.
 
     Args:
-        device: The device.
+        device: The device on which to compute.
         options: The model and the sizes.
 
     Raises:

@@ -195,6 +195,8 @@ def train_index(
 ) -> None:
     """Embed the sampled chunks and train the index, unless the trained index exists. Collective.
 
+    Finally, the training vectors are deleted unless `options.keep_training_vectors` is set.
+
     Args:
         workdir: The working folder.
         options: The index to build.
@@ -231,6 +233,9 @@ def add_to_index(
     world: Axis,
 ) -> None:
     """Embed the database's chunks and add them to the trained index. Collective.
+
+    An existing filled index is kept. Finally, the codes are deleted unless `options.keep_codes` is
+    set.
 
     Args:
         workdir: The working folder.
