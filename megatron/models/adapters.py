@@ -223,7 +223,10 @@ def _check_output(config: ModelConfig, context: BuildContext) -> None:
 
 
 def initialize_adapters(models: Iterable[nn.Module]) -> None:
-    """Initialize DoRA magnitudes from the frozen weights. Collective over tensor ranks."""
+    """Initialize DoRA magnitudes from the frozen weights.
+
+    Collective over tensor ranks and, in ZeRO stage 3, over the ranks that share the weights.
+    """
     for model in models:
         for _, linear in linear_layers(model):
             adapter = linear.adapter

@@ -95,7 +95,7 @@ def build_model(
     part: ModelPart | None = None,
     head: HeadSpec = LANGUAGE_MODEL_HEAD,
 ) -> Model:
-    """Build the model, or the part of it, that a run's flags describe.
+    """Build the model, or a part of it, as the flags describe, with adapters and frozen weights.
 
     Args:
         network: A model class such as `GPTModel`, or a callable that takes the same arguments.

@@ -516,7 +516,9 @@ class GradientBuffer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average the gradients over the replica axis. Collective over this axis.
+        """Sum partial gradients over the tensor axis, and average all over the replica axis.
+
+        Collective over both axes.
 
         Every element is summed on one process and, in stage 0, sent to the others, so all of them
         have the same bits. Gradients are divided before they are summed, which keeps fp16 sums in
