@@ -105,9 +105,9 @@ class FusedAmaxes(NamedTuple):
     """The amaxes that a layer reads, or that a kernel between two layers stores.
 
     Attributes:
-        forward: The amax of the layer's input or the kernel's result; `None` for none.
-        backward: The amax of the gradient of the layer's output or of the kernel's argument; `None`
-            for none.
+        forward: The amax of the layer's input or the kernel's result, if any.
+        backward: The amax of the gradient of the layer's output or of the kernel's argument, if
+            any.
     """
 
     forward: FusedAmax | None = None

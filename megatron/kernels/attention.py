@@ -63,7 +63,7 @@ class AttentionOptions(NamedTuple):
     Attributes:
         mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend; or values
             [b or 1, n, s, keys] that are added to the scores; or `Segments`, with as many keys as
-            queries. `None` leaves the mask to `causal`.
+            queries. With `None`, only `causal` and the other options restrict attention.
         causal: Whether, without a mask, a query attends only to its own and earlier tokens.
         dropout: The probability of dropping an attention weight.
         layer_number: The index of the layer, from 1, for query-key layer scaling.
@@ -292,12 +292,12 @@ def masked_softmax(
     Args:
         scores: The scores [b, n, s, keys].
         mask: A mask, bool [b or 1, 1, s or 1, keys], True where a query may attend, which replaces
-            `causal`; `None` for none.
+            `causal`; or `None`.
         causal: Whether, without a mask, query i sees only keys up to i + keys - s.
         factor: The factor applied to the scores.
         dtype: The dtype of the result.
         sinks: A logit for each head, [n], that is included in the softmax but not in the result
-            (`AttentionOptions`); `None` for none.
+            (`AttentionOptions`); or `None`.
 
     Returns:
         The weights [b, n, s, keys]. The weights of a query that sees no key are all equal without
@@ -360,7 +360,7 @@ def gpu_attention(
         value: The values [keys, b, g, d].
         options: The attention options.
         allows_math: Whether an implementation that keeps all scores in memory may run.
-        package: The flash-attn-4 package, which runs if it supports the arguments; `None` for none.
+        package: The flash-attn-4 package, which runs if it supports the arguments; or `None`.
 
     Returns:
         The result [s, b, n * d].

@@ -284,7 +284,7 @@ class Fp8Casts:
             x: The matrix [m, k]; any m is allowed.
             amax: The amax that determines the scale, fp32 [].
             fp8: The format of the values.
-            running_amax: As described in `Fp8Casts`.
+            running_amax: As described in `Fp8Casts`, or `None`.
             into: The memory for the values, [m, k]; `None` allocates it.
         """
         values = torch.empty_like(x, dtype=fp8) if into is None else into
@@ -434,7 +434,7 @@ def fp8_cast(
         x: The matrix [m, k].
         amax: The amax that determines the scale, fp32 [].
         values: The memory for the result, [m, k] in an 8-bit dtype.
-        running_amax: As described in `Fp8Casts`; `None` for none.
+        running_amax: As described in `Fp8Casts`, or `None`.
     """
     inverse = torch.empty_like(amax)
     codes = (x.numel(), DTYPE_CODES[x.dtype], FP8_CODES[values.dtype])
@@ -471,7 +471,7 @@ def fp8_cast_transpose(
         amax: The amax of x, fp32 [], or the amax of each row, fp32 [..., m, 1].
         amax_columns: The amax of each column, fp32 [..., k, 1]; `None` for a single scale.
         fp8: The format of the values.
-        running_amax: As described in `Fp8Casts`; `None` for none.
+        running_amax: As described in `Fp8Casts`, or `None`.
     """
     values, transposed = torch.empty_like(x, dtype=fp8), x.new_empty(x.mT.shape, dtype=fp8)
     inverse = torch.empty_like(amax)

@@ -37,7 +37,7 @@ class Fp8Product:
             left: The left matrix [m, k].
             right: The right matrix [n, k].
             dtype: The dtype of the result.
-            bias: The bias [n]; `None` for none.
+            bias: The bias [n], or `None`.
             fast: Whether the hardware may accumulate with fewer bits.
             into: The memory for the result, [m, n]; `None` allocates it.
             accumulate: Whether to add the result to `into` instead of overwriting it.

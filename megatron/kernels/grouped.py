@@ -506,7 +506,7 @@ def choose_grouped_product(
         device: The device of the weights.
         dtype: The dtype of the weights.
         library: Compiled kernels; `None` means PyTorch's operations.
-        casts: The casts for 8-bit products; `None` multiplies in `dtype`.
+        casts: The casts for 8-bit products; `None` for products in `dtype`.
     """
     in_dtype = GroupedProduct()
     if Device(device).is_gpu and dtype == torch.bfloat16:

@@ -176,7 +176,7 @@ class ColumnShape:
     """The blocks of a kernel that processes a matrix [rows, columns] elementwise.
 
     A thread keeps its columns, with their biases and gradient sums, and loops over rows. Blocks of
-    up to 256 threads in y cover the columns; blocks in x process some rows at a time.
+    up to 256 threads in y cover the columns, and each block in x processes a few rows at a time.
 
     Attributes:
         grid: The number of blocks in x and y.

@@ -48,9 +48,9 @@ class Segments:
         """Return the segments of a batch of tokens.
 
         Args:
-            ends: As in the attributes, of any integer dtype.
+            ends: The attribute `ends`, of any integer dtype.
             tokens: The tokens [b, s]. Only the shape is used.
-            longest: As in the attributes.
+            longest: The attribute `longest`.
         """
         samples, length = tokens.shape
         return cls(ends.int(), (samples, length), longest=longest)
