@@ -392,7 +392,8 @@ class GradientBuffer:
         """Return a slot for one use of the parameter. Autograd must not differentiate this use.
 
         Each use of a parameter (tied embeddings have two) requests its own slot. The gradient is
-        complete when all uses have added to it.
+        complete when all uses have added to it. `zero`, before each update, counts these uses, so
+        request all slots before the first update.
 
         Returns:
             The slot, or `None` if the buffer does not store the parameter's gradient in fp32.
