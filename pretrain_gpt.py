@@ -213,7 +213,7 @@ def losses_ahead(
 
     Args:
         sums: The sums of the losses over the labels that count, [1 + depths].
-        inputs: The micro-batch.
+        inputs: The micro-batch, with the number of these labels at each depth.
         config: The run's configuration.
         layout: The grid of processes and this process's position in it.
     """

@@ -64,7 +64,7 @@ def make_folder(
     """Create a working folder for a training run with the given flags.
 
     Args:
-        workdir: The folder.
+        workdir: The folder to create.
         corpus: Prefix of the corpus. Each document ends with an end-of-document token.
         flags: The flags of the run, except those for length and evaluation.
         iterations: The number of iterations.

@@ -340,7 +340,7 @@ class OverlapCutter(CorpusBlock):
 
     Args:
         file: The file with the n-grams of the tasks.
-        step: The settings.
+        step: The margin of a cut, and the limits on the remaining parts.
     """
 
     def __init__(self, file: Path, step: TasksStep) -> None:

@@ -37,10 +37,10 @@ class MinHash:
 
     Attributes:
         ngram: The number of words in an n-gram.
-        bands: The number of bands.
+        bands: The number of bands. Two documents are compared if they agree in a whole band.
         rows: The number of values in a band.
         similarity: The minimum fraction of equal values for two documents to be near-duplicates.
-        seed: The seed of the hash.
+        seed: The seed of the hash, and of the order in which empty bins borrow values.
     """
 
     ngram: int = 5

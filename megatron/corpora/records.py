@@ -28,7 +28,7 @@ def parse_records(block: TextBlock, keys: Sequence[str] = ()) -> list[Record]:
     """Return the JSON objects of a block of lines.
 
     Args:
-        block: The lines.
+        block: The lines, with their file and byte offset for messages.
         keys: Keys that every object must have, with a string as the value.
 
     Raises:

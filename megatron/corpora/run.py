@@ -70,7 +70,7 @@ class Cluster:
     Attributes:
         executor: "local", "slurm" or "ray".
         workers: The number of tasks that run at the same time. Results do not depend on it.
-        partition: The SLURM partition.
+        partition: The SLURM partition, or "" with other executors.
         time: The time limit of a SLURM task, "hh:mm:ss".
         memory_gb: The memory that SLURM or Ray reserves for a task, in GB.
     """
@@ -86,7 +86,7 @@ def stages_of(plan: CorpusPlan, pieces: list[Piece], folder: Path) -> list[Stage
     """Return the stages of a plan. Each stage needs the complete result of the previous one.
 
     Args:
-        plan: The plan.
+        plan: The steps, with their settings.
         pieces: The pieces of the plan's input.
         folder: The folder of the corpus.
     """
@@ -125,7 +125,7 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
     With SLURM, jobs may still be waiting when this function returns.
 
     Args:
-        plan: The plan.
+        plan: The input, and the steps with their settings.
         folder: The folder of the corpus.
         cluster: The executor and the resources of the tasks.
         overwrite: Whether to start over if the folder already contains a corpus.

@@ -190,7 +190,7 @@ def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dic
 
     Args:
         path: The file, in which the continuations of each prompt are consecutive.
-        prompts: The prompts.
+        prompts: The prompts, in the order of the file.
         samples: The number of continuations of each prompt.
 
     Raises:

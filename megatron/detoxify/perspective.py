@@ -150,6 +150,8 @@ class PerspectiveClient:
     def score(self, text: str) -> dict[str, float]:
         """Return the scores of a text by attribute, each from 0 to 1.
 
+        The end of a text that is too long for the service is cut off.
+
         Raises:
             TextRefusedError: The service rejects this text.
             ServiceError: The service cannot be used, or all attempts failed.

@@ -54,7 +54,7 @@ class PerspectiveScorer:
     """A scorer that sends concurrent requests to the Perspective API.
 
     Args:
-        client: The client.
+        client: The client, which limits the rate of requests and retries them.
         workers: The maximum number of concurrent requests.
     """
 
@@ -92,7 +92,10 @@ class PerspectiveScorer:
 
 
 class ClassifierScorer:
-    """A scorer that runs a Hugging Face text classifier locally."""
+    """A scorer that runs a Hugging Face text classifier locally.
+
+    Texts are truncated to the classifier's maximum length.
+    """
 
     def __init__(self, model: str, label: str | None, batch_size: int) -> None:
         """Load the classifier.

@@ -318,7 +318,7 @@ class _Orthogonalization:
     Matrices of the same shape are processed in batches.
 
     Args:
-        rule: The settings.
+        rule: The update rule, with the settings of the orthogonalization.
         shards: The parameters, in the order of the tensors that will be passed.
     """
 

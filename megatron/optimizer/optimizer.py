@@ -182,7 +182,7 @@ class _OwnedWeight(NamedTuple):
 
     Attributes:
         name: The name of the parameter.
-        parameter: The parameter.
+        parameter: The model's parameter.
         part: The tensor to update: the parameter itself, or a 1-D view of its shard. It is empty if
             this process owns no rows (`joins_rows`).
         dtype: The dtype in which the forward pass uses the parameter.

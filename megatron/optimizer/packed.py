@@ -238,9 +238,9 @@ def packed_adam(
     """Return a function that runs Adam, in plain PyTorch, on tensors that may be packed.
 
     Args:
-        weights: The weights.
+        weights: The weights, which are updated in place.
         copies: The 16-bit copies of the weights; `None` for a weight without a copy.
-        gradients: The gradients.
+        gradients: The gradients of the weights, in fp32 or 16 bits.
         first: The running means of the gradients.
         second: The running means of the squared gradients.
     """

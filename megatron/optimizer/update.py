@@ -35,7 +35,8 @@ class MatrixShard:
     """The distribution of a parameter over processes, for an update rule that needs whole matrices.
 
     Attributes:
-        spec: The position of this tensor rank's shard in the whole tensor.
+        spec: The shape of this tensor rank's shard, its matrices, and the dimension of the whole
+            tensor that is split.
         tensor: The processes that split the tensor along `spec.split_dim`.
         rows: The processes among which the rows of this shard are divided (ZeRO stage 3); `None` if
             this process has all rows.

@@ -63,7 +63,7 @@ def end_run(error: Exception, launch: Launch, journal: Journal, watchdog: Watchd
     process is gone add no information.
 
     Args:
-        error: The error.
+        error: The error that stopped this process.
         launch: The ranks of this process.
         journal: The record of this process's progress.
         watchdog: The watchdog, which notifies the other processes.

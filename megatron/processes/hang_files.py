@@ -59,7 +59,7 @@ class HangFiles:
         self._write(REPORT, content)
 
     def write_stacks(self, reason: str) -> None:
-        """Write the stacks of this process's threads. Write errors are ignored.
+        """Write the stacks of this process's threads, except the watchdog's. Ignore write errors.
 
         Args:
             reason: The first line of the report, which distinguishes this hang from earlier ones.

@@ -60,7 +60,7 @@ class Event:
         kind: A short name, such as "checkpoint".
         iteration: The iteration after which it happened.
         time: Seconds since 1970, or `None` if unknown.
-        text: Details.
+        text: Details, such as "1024 to 512" for a change of the loss scale, or "".
     """
 
     kind: str

@@ -81,7 +81,7 @@ def read_glue(task: str, path: str, flag: str = "--valid-data") -> list[Example]
 
     Args:
         task: The name of the task.
-        path: The file.
+        path: The tab-separated file.
         flag: The flag that names the file, for error messages.
 
     Raises:
@@ -147,7 +147,7 @@ def read_race(folder: str, flag: str = "--valid-data") -> list[Example]:
     Each question has four choices. A choice replaces the question's `_`, or follows the question.
 
     Args:
-        folder: The folder.
+        folder: The folder, or a single file.
         flag: The flag that names the folder, for error messages.
 
     Raises:
@@ -204,7 +204,7 @@ class TextSamples:
     A sample has `text`, `types` and `padding_mask`, `[c, s]` with one row per choice, and `label`.
 
     Args:
-        examples: The examples.
+        examples: The labeled texts, one for each sample.
         tokenizer: A tokenizer with the special tokens cls, sep and pad.
         length: The sequence length s.
     """

@@ -408,7 +408,7 @@ def first_hits(
 
     Args:
         retrieved: The ids of the passages found for each question, `[q, k]`.
-        questions: The questions.
+        questions: The questions, in the same order.
         texts: The text of each passage that was found.
         matches: A function that returns whether a text contains one of several answers.
     """

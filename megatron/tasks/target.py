@@ -198,7 +198,7 @@ def band_rows(
     """Return one row per non-empty unit interval of the span, with the columns of `BAND_TITLES`.
 
     Args:
-        labels: The labels.
+        labels: The correct values.
         predictions: The predictions, in the same order.
         span: The lowest and highest label. The highest label belongs to the last row.
     """

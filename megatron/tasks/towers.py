@@ -166,7 +166,7 @@ class TrainingQuestions:
     Sample k is a pure function of seed and k. Each epoch draws different hard negatives.
 
     Args:
-        questions: The questions.
+        questions: The questions, to which `order` refers by index.
         tokenizer: The tokenizer of a BERT.
         length: The number of tokens in a row.
         order: The index of the question of each sample.

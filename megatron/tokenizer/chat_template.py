@@ -255,8 +255,8 @@ def trained_text(
     the earlier messages the same way with and without the turn.
 
     Args:
-        template: The template.
-        chat: The conversation.
+        template: The template of the model to train.
+        chat: The conversation, and which of its turns to train on.
         last_only: Whether to train only on the assistant's last turn.
 
     Returns:
@@ -343,7 +343,7 @@ def encode(
     characters is in a span.
 
     Args:
-        tokenizer: The tokenizer.
+        tokenizer: A tokenizer that reports the positions of its tokens.
         text: The text, with special tokens spelled out.
         spans: The spans to train on, in order.
 

@@ -27,7 +27,7 @@ def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer)
     Args:
         source: The text of the template.
         special: The texts of special tokens such as eos_token, by name.
-        tokenizer: The tokenizer.
+        tokenizer: The tokenizer that encodes the end of the turn.
     """
     processes = multiprocessing.get_context("fork")
     receiver, sender = processes.Pipe(duplex=False)

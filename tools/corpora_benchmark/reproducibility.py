@@ -130,7 +130,7 @@ def _writes(subfolder: str, name: str = "") -> Callable[[Path], bool]:
 
 
 def _is_half(subfolder: str) -> Callable[[Path], bool]:
-    """Return a function that tests whether half of the pieces in a folder are complete."""
+    """Return a function that tests whether at least half of the pieces in a folder are complete."""
 
     def is_half(corpus: Path) -> bool:
         pieces = len(json.loads((corpus / PLAN_FILE).read_bytes())["pieces"])

@@ -27,7 +27,7 @@ class TransformersBaseline:
         """Build the model.
 
         Args:
-            config: The network.
+            config: Configuration of the network, tokenizer and precision.
             device: Device to run on.
             compiles: Whether `transformers` may compile the model.
 

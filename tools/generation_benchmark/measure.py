@@ -45,7 +45,7 @@ class EngineBenchmark:
         """Build the model with random weights.
 
         Args:
-            config: The network.
+            config: Configuration of the network, tokenizer and precision.
             device: Device to run on.
             bandwidth: Bytes/s of a copy, from which the floor is computed.
             options: Options of the engine. Sizes in them are ignored.
@@ -152,7 +152,7 @@ def add_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) 
     """Add adapters with random weights to all linear layers of a model's transformer layers.
 
     Args:
-        model: The model.
+        model: The model, which is changed in place.
         context: The context in which the model was built.
         count: Number of adapters.
         rank: Rank of each adapter.

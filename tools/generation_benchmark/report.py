@@ -36,7 +36,7 @@ class Result:
         parameters: Number of parameters.
         bandwidth: Bytes/s of a large copy.
         decoding: The speed of decoding for each batch size.
-        prompt_tokens_per_second: The speed of prefill.
+        prompt_tokens_per_second: The speed of prefill in tokens/s.
         prompt_length: Number of tokens in a prompt for prefill.
     """
 

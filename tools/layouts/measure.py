@@ -42,7 +42,7 @@ def measure(
     """Train in one layout and return its row, even if the run fails.
 
     Args:
-        layout: The layout.
+        layout: The layout to train in.
         flags: All flags of the run: of the model, the data, the layout and the user.
         available: Number of available GPUs, or of processes on a CPU.
         iterations: Iterations of the run, unless the layout allows fewer.

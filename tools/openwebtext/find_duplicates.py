@@ -4,7 +4,7 @@ r"""Find near-duplicates among the documents of JSON lines files with MinHash.
         --output duplicates.json
 
 The command writes lines {"id": [{"other id": similarity}, ...]}, which group_duplicate_url.py
-reads. The similarity is the Jaccard similarity of 5-grams of words, estimated from the
+reads. By default, the similarity is the Jaccard similarity of 5-grams of words, estimated from the
 fingerprints.
 """
 

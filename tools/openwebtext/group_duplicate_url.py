@@ -2,7 +2,8 @@
 
     python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json 0.7
 
-The command writes a line {"0": ["id", "other id", ...]} for each group of near-duplicates.
+The command writes a line for each group of near-duplicates, with the number of the group as the
+key: {"0": ["id", "other id", ...]}.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def download(source: Source, folder: Path, *, show_progress: bool = True) -> Pat
     """Download a file, or continue an earlier download, and return the path.
 
     Args:
-        source: The file.
+        source: The address of the file, and its checksum if known.
         folder: The folder to write to.
         show_progress: Whether to show the progress on a terminal.
 

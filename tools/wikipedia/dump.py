@@ -51,7 +51,7 @@ class Page(NamedTuple):
     """An article.
 
     Attributes:
-        id: The number of the page.
+        id: The id of the page in the wiki.
         title: The title.
         text: The wikitext, or `None` if it is longer than `LONGEST`.
     """

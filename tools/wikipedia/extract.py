@@ -44,7 +44,7 @@ class Batch(NamedTuple):
     """Articles for a worker.
 
     Attributes:
-        site: The wiki.
+        site: The wiki that the articles are from.
         pages: The articles.
     """
 
@@ -56,7 +56,7 @@ class ExtractedLines(NamedTuple):
     """The result of a worker.
 
     Attributes:
-        lines: The JSON lines.
+        lines: The JSON lines, one for each extracted article.
         counts: Number of extracted articles ("articles"), and of dropped articles by reason.
     """
 
@@ -68,7 +68,7 @@ def batches(dump: Path, first: int) -> Iterator[Batch]:
     """Yield the articles of a dump in batches that depend only on the dump.
 
     Args:
-        dump: The file.
+        dump: The file of the dump, possibly compressed.
         first: Number of batches to skip.
     """
     index, pages, size = 0, list[Page](), 0
@@ -108,8 +108,8 @@ def extract(dump: Path, output: Path, workers: int) -> Counter[str]:
     """Extract a dump into a folder, or continue where an earlier extraction ended.
 
     Args:
-        dump: The file.
-        output: The folder.
+        dump: The file of the dump, possibly compressed.
+        output: The folder to create.
         workers: Number of processes; 0 does all work in this process.
 
     Returns:
