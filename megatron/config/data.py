@@ -158,7 +158,7 @@ class DataOptions(RetroDataOptions):
             data.
         reset_position_ids: Restart position ids after each end-of-document token.
         reset_attention_mask: Prevent attention across document boundaries.
-        eod_mask_loss: Exclude end-of-document tokens from the loss.
+        eod_mask_loss: Exclude the token after each end-of-document token from the loss.
         fim_data: Rearrange samples for fill-in-the-middle training.
         fim_rate: Probability of rearranging a document.
         fim_spm_rate: Probability of the order suffix, prefix, middle instead of prefix, suffix,

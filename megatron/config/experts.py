@@ -99,7 +99,7 @@ class ExpertOptions:
         moe_router_load_balancing_type: Losses that spread tokens evenly over experts: aux_loss over
             a micro-batch, seq_aux_loss over each sequence, global_aux_loss over the micro-batches
             of a global batch so far. sinkhorn: no loss; in training, tokens choose experts by
-            scores that are balanced over all experts (S-BASE).
+            scores that are balanced over all experts (S-BASE). none: no loss.
         moe_aux_loss_coeff: Coefficient of each load-balancing loss.
         moe_z_loss_coeff: Coefficient of the z-loss, which keeps the router's logits small. Default:
             no z-loss.
@@ -112,7 +112,8 @@ class ExpertOptions:
         moe_min_capacity: Minimum capacity of an expert, in tokens.
         moe_token_dropping: Drop tokens beyond the capacity. Off: no limit, regardless of
             the capacity factor.
-        moe_token_drop_policy: Tokens that are kept: those with the highest scores, or the first.
+        moe_token_drop_policy: Tokens that are kept: those with the highest scores (probs), or the
+            first (position).
         moe_pad_expert_input_to_capacity: Accepted for compatibility; no effect. Experts compute
             exactly the rows that they receive.
         moe_per_layer_logging: Write the routers' losses of each layer to TensorBoard and the other

@@ -384,7 +384,7 @@ def make_batch(
             `[b, s]`, and `SEGMENT_ENDS`.
         eod: The id of the end-of-document token.
         reset_position_ids: Whether to count positions from 0 in every document.
-        eod_mask_loss: Whether to exclude inputs that are end-of-document tokens from the loss.
+        eod_mask_loss: Whether to exclude the token after each end-of-document token from the loss.
     """
     text = batch["text"]
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
