@@ -7,8 +7,8 @@ python finetune.py --help-all                                         all flags
 python finetune.py --load Qwen3-0.6B --data-path chats.jsonl ...      one process
 torchrun --nproc-per-node 8 finetune.py --data-path chats.jsonl ...   eight processes
 
-The defaults are --sft, --calculate-per-token-loss, and --finetune. If --load and --save name the
-same folder, the run resumes from it, and --finetune is not set.
+The defaults are --sft, --calculate-per-token-loss and, with --load, --finetune. If --load and
+--save name the same folder, the run resumes from it, and --finetune is not set.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ r"""Measure the number of tokens per second that the loader processes of a GPT r
         --vocab-file vocab.json --merge-file merges.txt --workers 0 1 2
 
 --data-path names text, which is tokenized during loading, or an indexed dataset. The first 20
-micro-batches, during which every text stream tokenizes its first piece, are timed separately.
+micro-batches, during which every text stream tokenizes its first piece, are also timed separately.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time the matrix products of split layers together with their communication.
 
-Each product is timed alone, together with a collective, and cut into parts that overlap with the
-messages (docs/tensor-parallelism.md).
+Each product is timed alone, together with a collective, and cut into parts that are computed while
+messages are sent (docs/tensor-parallelism.md).
 
     torchrun --nproc-per-node 2 tools/benchmark_overlap.py
 

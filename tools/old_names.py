@@ -32,7 +32,8 @@ class OldName(NamedTuple):
         drops: Old flags to drop, because they have no effect in the current script.
         only: The old flags that the current script accepts. All others are dropped. If this is
             empty, all flags are kept.
-        renames: The current names of old flags, and the current values of a flag as `--flag value`.
+        renames: The current name of each old flag. A key such as "--flag value" gives the current
+            value instead.
         adds: Flags that the current script needs, unless the user gives them.
         first_rank_only: Whether only the first of several processes does the work.
     """

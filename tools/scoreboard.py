@@ -3,9 +3,9 @@
     python tools/scoreboard.py --out docs/reliability.md
     python tools/scoreboard.py --out docs/reliability.md --rows 2 3
 
-Each row really kills processes, fills disks, damages files or mounts attacks, in forked processes,
-and counts how often the promise held. The table names the seeds of the random choices. The rows are
-defined in `tests/reliability/scoreboard`; the tests run fewer trials of them.
+Each row actually kills processes, fills disks, damages files or mounts attacks, in forked
+processes, and counts how often the promise held. The table names the seeds of the random choices.
+The rows are defined in `tests/reliability/scoreboard`; the tests run fewer trials of them.
 """
 
 from __future__ import annotations

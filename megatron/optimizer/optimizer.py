@@ -4,9 +4,9 @@ A step runs entirely on the device: norm, clipping, the non-finite check and the
 another without involving the host, which can read the outcome at any later time.
 
 With --optimizer-cpu-offload, fp32 weights (master weights or copies) and moments are in host
-memory. The update runs on the host: gradients are copied to the host, new weights are copied back,
-and the step waits for both copies. With --overlap-cpu-optimizer-d2h-h2d, the host updates some
-weights while others are being copied.
+memory. The update runs on the host, after all gradients have been copied there, and then the new
+weights are copied back. With --overlap-cpu-optimizer-d2h-h2d, the host updates some weights while
+others are being copied.
 
 If the gradients are sharded over the processes that hold the same weights (ZeRO), master weights
 and moments exist only for this process's shard. The process updates its shard of the weights and

@@ -200,7 +200,7 @@ def _stacks(rank_files: Mapping[int, dict[str, Any]]) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return a file's content, or `None` if there is no file that this user may trust."""
+    """Return a file's content, or `None` if it is missing, damaged or not to be trusted."""
     try:
         with open_trusted(path) as file:
             content = json.loads(file.read(_MAX_BYTES))

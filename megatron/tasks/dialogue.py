@@ -220,7 +220,7 @@ def _prompt(parsed: ParsedRun, device: Device, layout: Layout, output: SampleFil
 
 
 def _line(text: str) -> str:
-    """Return the text up to the first line feed, with carriage returns replaced by spaces."""
+    """Return the first line of a text, stripped, with carriage returns replaced by spaces."""
     return text.partition("\n")[0].replace("\r", " ").strip()
 
 

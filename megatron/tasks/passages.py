@@ -142,7 +142,7 @@ def pad_texts(
         tokenizer: The tokenizer of a BERT.
         length: The maximum length of a text, including [CLS] and [SEP].
         shape: The shape of the result. Rows beyond the texts are padding. By default, there are no
-            such rows, and texts are padded to the longest.
+            such rows, and all texts are padded to the length of the longest.
     """
     rows = [[tokenizer.cls, *text[: length - 2], tokenizer.sep] for text in texts]
     shape = shape or (len(rows), max(map(len, rows)))

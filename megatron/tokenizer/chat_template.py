@@ -2,8 +2,9 @@
 
 Templates come with models, so they are not trusted. Jinja's sandbox denies them access to files and
 to Python's internals, the size of a product is checked before it is computed, and the length of the
-rendered text is limited. A loop without output can only be stopped from outside, so the server and
-the conversion of conversations render in processes with limited time and memory.
+rendered text is limited. A loop without output can only be stopped from outside, so the server, and
+the code that tokenizes conversations for training, render in processes with limited time and
+memory.
 """
 
 from __future__ import annotations

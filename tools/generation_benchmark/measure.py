@@ -149,7 +149,7 @@ class EngineBenchmark:
 
 @torch.no_grad()
 def add_adapters(model: GPTModel, context: BuildContext, count: int, rank: int) -> AdapterRows:
-    """Add adapters with random weights to all linear layers of a model's transformer layers.
+    """Add adapters with random weights to the linear layers of transformer layers, except experts.
 
     Args:
         model: The model, which is changed in place.
