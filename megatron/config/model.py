@@ -74,8 +74,7 @@ class DenseOptions:
         architecture: Network architecture, set by the script that trains it.
         reward_head: Whether the model gives each token a reward instead of logits, set by
             --preference-loss bradley-terry.
-        num_layers: Number of transformer layers. Default: the number of layers in
-            --hybrid-layer-pattern.
+        num_layers: Number of transformer layers. Default: see --hybrid-layer-pattern.
         decoder_num_layers: Number of layers of the T5 decoder. Default: --num-layers.
         hidden_size: Width of the residual stream.
         ffn_hidden_size: Inner width of the MLP. Default: 4 x --hidden-size; with --swiglu or
