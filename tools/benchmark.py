@@ -232,7 +232,10 @@ def run_once(plan: Plan, checkout: Checkout, number: int, result: Result, *, pro
 
 
 def _with_peak_memory(metrics: Path, measured: RunMeasurements) -> RunMeasurements:
-    """Replace the memory peaks with those of the whole run, because the log has only the first."""
+    """Replace the memory peaks with those of the whole run.
+
+    The log reports memory only once, after the first logged iterations.
+    """
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
     def peak(tag: str, logged: int) -> int:

@@ -73,8 +73,8 @@ class PrecisionConfig:
             PyTorch's operations on a few fp32 rows at a time.
         cross_entropy_fusion_impl: Fused loss. native and te: one kernel each for forward and
             backward over the 16-bit logits, which the gradient overwrites (Transformer Engine is
-            not needed). linear: also fuses the output product and its gradients, one chunk of
-            logits at a time.
+            not needed). linear: also fuses the output layer's matrix product and its gradients,
+            one chunk of logits at a time.
     """
 
     fp16: bool = False

@@ -396,7 +396,7 @@ class PagedAttention:
 
 
 class BatchInvariantPaged(PagedAttention):
-    """Attention with the same bits as `batch_invariant_attention` in training."""
+    """Attention that is bitwise equal to `batch_invariant_attention` in training."""
 
     def __init__(self) -> None:
         """Set the name."""

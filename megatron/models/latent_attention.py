@@ -293,7 +293,12 @@ class LatentAttention(nn.Module):
         return stack.for_tokens(tokens) if isinstance(stack, AdapterStack) else None
 
     def _by_head(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-        """Split a dimension like `latent_up`'s rows: [n/t, nope, ..] and [n/t, value_size, ..]."""
+        """Split a dimension, laid out like the rows of `latent_up`, into keys and values by head.
+
+        Returns:
+            The keys and the values. In place of the dimension, they have the dimensions [n/t, nope]
+            and [n/t, value_size].
+        """
         sizes = self.plan.nope_size, self.plan.value_size
         keys, values = rows.unflatten(dim, (-1, sum(sizes))).split(sizes, dim + 1)
         return keys, values

@@ -8,8 +8,9 @@ chunks.
 Shapes: s, l count this context rank's tokens and chunks; b micro-batch, h hidden, n heads, d head
 size, t tensor-parallel size.
 
-In inference with a cache, a pass has new tokens of any number of texts. A chunk is encoded in the
-pass that has its last token, and the next m tokens read its keys and values from the cache.
+In inference with a cache, a pass processes the new tokens of any number of texts. A chunk is
+encoded in the pass that processes its last token, and the next m tokens read its keys and values
+from the cache.
 """
 
 from __future__ import annotations

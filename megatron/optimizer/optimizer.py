@@ -394,8 +394,8 @@ class Optimizer:
 
         Args:
             scale: The factor by which the loss was multiplied.
-            divisor: An additional factor by which the gradients are too large, fp64 [] on the
-                device; `None` means 1.
+            divisor: A number by which the gradients must be divided, in addition to `scale`: fp64
+                [] on the device; `None` means 1.
         """
         return float(self._measure(scale if divisor is None else scale * divisor)[0])
 
@@ -429,8 +429,8 @@ class Optimizer:
             lr: The learning rate.
             weight_decay: The weight decay of the groups to which it applies.
             decoupled_lr: The learning rate of the decoupled groups; `None` means `lr`.
-            divisor: An additional factor by which the gradients are too large, besides the loss
-                scale: fp64 [] on the device, the same on all ranks; `None` means 1.
+            divisor: A number by which the gradients must be divided, in addition to the loss scale:
+                fp64 [] on the device, the same on all ranks; `None` means 1.
             norm_limit: The largest norm, before clipping, with which the update is applied.
             loss_is_spike: 1 if the loss is a spike, which skips the update, otherwise 0: fp64 [] on
                 the device; `None` means 0.

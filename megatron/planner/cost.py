@@ -541,7 +541,7 @@ def _with_divergence(
 
     Args:
         head: The times of the head without the divergence.
-        plan: A network with the vocabulary of student and teacher.
+        plan: The plan of the student or the teacher, which share a vocabulary.
         setting: The setting of the run.
         moved: The bytes that the divergence reads and writes per logit, forward and backward.
     """

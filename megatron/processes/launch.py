@@ -105,7 +105,7 @@ def read_launch(*, use_mpi: bool = False) -> Launch:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, or another launcher with its variables, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return RANK_ENV in os.environ or WORLD_SIZE_ENV in os.environ
 
 

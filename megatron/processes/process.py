@@ -140,7 +140,8 @@ def processes(
 def _shared_gpus(processes: int) -> Iterator[str]:
     """Yield a line if the processes of this machine would share a GPU, which NCCL refuses.
 
-    A launcher may show each process only its own GPU, with CUDA_VISIBLE_DEVICES.
+    A single GPU that CUDA_VISIBLE_DEVICES selects counts as this process's own, because some
+    launchers set the variable to a different GPU for each process.
     """
     gpus = gpu_count()
     if 0 < gpus < processes and (gpus > 1 or not gpus_are_chosen()):

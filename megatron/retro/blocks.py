@@ -94,7 +94,7 @@ def plan_blocks(folder: Path, count: int, size: int) -> list[TableBlock]:
 
 
 def evenly_spaced(count: int, limit: int) -> Iterator[slice]:
-    """Yield slices of a table's rows: all rows, or about `limit` rows in evenly spaced runs.
+    """Yield slices of a table's rows: all, or evenly spaced runs of at most about `limit` rows.
 
     Args:
         count: The number of rows in the table.

@@ -171,7 +171,7 @@ class IndexPaths(NamedTuple):
 
     @property
     def empty(self) -> Path:
-        """The file of the trained index, without chunks."""
+        """The file of the trained index, before chunks are added."""
         return self.folder / f"empty_{self.options.train_fraction:.3f}.faissindex"
 
     @property

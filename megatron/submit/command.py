@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> None:
     """Print or write a job file. With --submit, replace this process with sbatch, kubectl or bash.
 
     Raises:
-        ConfigError: The description is invalid, the output exists and is not a job file, or a
-            program is missing.
+        ConfigError: The description is invalid, the output exists and is not a job file, --submit
+            is given without --output, or a program is missing.
         StorageError: The file cannot be written.
     """
     description = describe(options)

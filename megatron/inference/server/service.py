@@ -247,7 +247,7 @@ class TextAnswer:
         request: The sequence to which this is the answer.
         prompt: Log probabilities of the prompt; `None` until they arrive.
         passages: Passages that Retro has read so far.
-        new_tokens: Number of new tokens so far, including silent ones.
+        new_tokens: Number of new tokens so far, including silent stop tokens.
         finished: The engine's last event; `None` until it arrives, and if a stop string ended the
             answer before it.
     """

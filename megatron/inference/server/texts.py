@@ -81,7 +81,7 @@ class Job:
     Attributes:
         texts: Texts to tokenize.
         parses_special: Whether a special token that is written out in a text is read as that token.
-        messages: Conversation to turn into a text, in a process that renders a template.
+        messages: Conversation to render, in a process that has a chat template.
     """
 
     texts: tuple[str, ...] = ()
