@@ -39,6 +39,7 @@ from tools.bench.breakdown import read_breakdown
 from tools.bench.launch import RunMeasurements, entry_command, measure, run_process
 from tools.bench.report import Result
 from tools.bench.workloads import (
+    FOR_CPU,
     PRECISIONS,
     WORKLOADS,
     Workload,
@@ -100,7 +101,7 @@ class Checkout:
 def build_parser() -> ToolParser:
     """Build the parser of the arguments before `--`."""
     parser = ToolParser("benchmark.py", __doc__)
-    parser.usage = "%(prog)s --workload S|L|M6|M12|O|demo [options] [-- flags of pretrain_gpt.py]"
+    parser.usage = "%(prog)s --workload NAME [options] [-- flags of pretrain_gpt.py]"
     add = parser.add_argument
     shown = "S: 1.7B, L: Llama-3-8B, demo: a toy for a CPU (default: S)."
     add("--workload", choices=WORKLOADS, default="S", help=shown)
@@ -185,15 +186,15 @@ def _extra_flags(layout: str, extra_flags: Sequence[str]) -> list[str]:
 
 
 def _expect_gpus(options: argparse.Namespace) -> None:
-    """Check that the GPUs exist. Only the toy workload `demo` may run without one."""
+    """Check that the GPUs exist. Only small workloads may run without any."""
     from megatron.device import gpu_count
 
     num_gpus = gpu_count()
-    if options.workload != "demo" and num_gpus < options.gpus:
+    if options.workload not in FOR_CPU and num_gpus < options.gpus:
+        small = f"--workload {' or '.join(FOR_CPU)} runs without a GPU"
         raise ConfigError(
             f"--workload {options.workload} --gpus {options.gpus}: this machine has {num_gpus} "
-            "GPUs: "
-            + ("use at most that many" if num_gpus else "--workload demo runs without a GPU")
+            f"GPUs: {'use at most that many' if num_gpus else small}"
         )
 
 

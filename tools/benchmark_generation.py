@@ -24,9 +24,9 @@ from megatron.command import tool_main
 from megatron.config.arguments import ToolParser, minimum_problems
 from megatron.durable import check_writable, expect_no_file, writing_to
 from megatron.errors import ConfigError
+from tools.bench.workloads import FOR_CPU, WORKLOADS, read_flags, training_flags
 
 WARM_UP = 8  # number of untimed steps, during which CUDA graphs are recorded
-_FOR_CPU = ("demo", "small", "small-moe")
 _COPY_SECONDS = 0.5  # duration of the copy whose speed sets the floor
 
 
@@ -49,15 +49,14 @@ def run(options: argparse.Namespace) -> None:
     from megatron.device import Device
     from megatron.inference.build import EngineOptions
     from tools.bench.ceilings import copy_rate
-    from tools.bench.workloads import WORKLOADS, read_flags, training_flags
     from tools.generation_benchmark.measure import EngineBenchmark
     from tools.generation_benchmark.report import Result, line, table
 
     device = Device.pick()
-    if device.type == "cpu" and options.model not in _FOR_CPU:
+    if device.type == "cpu" and options.model not in FOR_CPU:
         raise ConfigError(
             f"--model {options.model} would take hours on a CPU, and this machine has no GPU: use "
-            f"--model {' or '.join(_FOR_CPU)}"
+            f"--model {' or '.join(FOR_CPU)}"
         )
     device.activate()
     config = read_flags(
@@ -117,7 +116,7 @@ def _parser() -> ToolParser:
     parser = ToolParser("benchmark_generation.py", "Time text generation.", shows_defaults=True)
     parser.add_argument(
         "--model",
-        choices=("S", "L", "D", *_FOR_CPU),
+        choices=("S", "L", "D", *FOR_CPU),
         default="L",
         help="model shape; L is Llama 3.1 8B, and D is four layers of DeepSeek-V3",
     )

@@ -176,7 +176,7 @@ def test_mistakes_are_named_before_anything_runs(
 
 @pytest.mark.parametrize(
     ("present", "remedy"),
-    [(0, "0 GPUs: --workload demo runs without a GPU"), (1, "use at most that many")],
+    [(0, "0 GPUs: --workload demo or small or small-moe runs"), (1, "use at most that many")],
 )
 def test_too_few_gpus_are_named(present, remedy, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("megatron.device.gpu_count", lambda: present)

@@ -2,9 +2,9 @@
 
 Megatron and torchtitan publish numbers for S and L. M6 and M12 are 6 and 12 layers of
 Qwen3-30B-A3B with a small vocabulary, O is OLMoE-7B, and D is one dense layer and three
-mixture-of-experts layers of DeepSeek-V3, with 32 of its 256 experts and a small vocabulary. Three
-workloads are meant for a CPU: the toy `demo`, the mixture of experts `small-moe`, and the
-dense `small`, which does the same work per token as `small-moe`.
+mixture-of-experts layers of DeepSeek-V3, with 32 of its 256 experts and a small vocabulary. The
+workloads in `FOR_CPU` are small enough for a CPU: the toy `demo`, the mixture of experts
+`small-moe`, and the dense `small`, which does the same work per token as `small-moe`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PRECISIONS = {
     "fp8": ("--bf16", "--fp8-format", "hybrid"),
     "fp8-delayed": ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
 }
+FOR_CPU = ("demo", "small", "small-moe")
 DOCUMENT_TOKENS = 1000  # mean length of a document in tokens
 _CORPUS_SEED = 1234
 
