@@ -153,7 +153,7 @@ def _parts_with(counts: list[int]) -> list[ModelPart]:
 
 
 def _flags_text(config: ParallelOptions, names: Collection[str]) -> list[str]:
-    """Return those of the named flags that were given, as written on a command line."""
+    """Return the named flags that differ from their defaults, as written on a command line."""
     values = [(field, getattr(config, field.name)) for field in fields_of(ParallelOptions)]
     return [
         field.spell(value)

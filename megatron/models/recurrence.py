@@ -163,7 +163,7 @@ class CausalConvolution(nn.Module):
         part: slice,
         kernels: RecurrenceKernels | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve the channels of this rank that `part` selects.
+        """Convolve the channels of this rank that `part` selects, and apply SiLU.
 
         Args:
             x: [s, b, c].

@@ -423,7 +423,7 @@ def describe(config: RunConfig, gpus: int) -> str:
 
 
 def shares(prediction: Prediction) -> str:
-    """Return the shares of an update's time by activity, largest first."""
+    """Return the shares of an update's time above 0.05% by activity, largest first."""
     parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
     return ", ".join(
         f"{name} {time / prediction.seconds:.1%}"

@@ -137,6 +137,9 @@ def _folder_names(prefixes: Sequence[str], *, compatible: bool) -> list[str]:
 
     If several datasets have the same last component, a number is appended to tell them apart.
     Megatron-LM would mix their chunks.
+
+    Raises:
+        ConfigError: `compatible` is true, and several datasets have the same last component.
     """
     names: list[str] = []
     for prefix in prefixes:

@@ -396,7 +396,8 @@ def new_expert_exchange(
     """Return the exchange that sends tokens to experts and back between the GPUs of a machine.
 
     Collective over the expert ranks. The result is `None` if collectives are used instead: on CPUs,
-    across machines, and if the GPUs cannot map each other's memory.
+    across machines, if the GPUs cannot map each other's memory, and in the cases in which
+    `largest_expert_message` is 0.
 
     Args:
         config: The run's configuration.
