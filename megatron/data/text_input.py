@@ -1,12 +1,11 @@
 """Readers of corpora: JSON lines (plain, .gz, .bz2, .zst), parquet and text, in blocks of lines.
 
-In every format, a block consists of whole lines of JSON, with one document per line. For a
-plain JSON lines file, a block records only the position of its lines, so that the process that
-parses the lines also reads them.
+In every format, a block consists of whole lines of JSON, with one document per line. For a plain
+JSON lines file, a block records only the position of its lines, so that the process that parses the
+lines also reads them.
 
-Memory use is bounded for any file: a line that is longer than the caller allows is
-never read or decompressed as a whole. It becomes a separate block without text, which `parse_block`
-reports.
+Memory use is bounded for any file: a line that is longer than the caller allows is never read or
+decompressed as a whole. It becomes a separate block without text, which `parse_block` reports.
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys and values [u, g, l, d] by sequence, and their visibility, [u, 1, 1, l].
 
-        l is the upper bound on the lengths or, if smaller, the length of a chunk.
+        l is the upper bound on the lengths or the length of a chunk, whichever is smaller.
         """
         size, lengths, longest = singles.block_size, singles.lengths[:, None], singles.longest
         starts = torch.zeros_like(lengths)

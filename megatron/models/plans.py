@@ -654,7 +654,7 @@ def ict_plan(model: ModelConfig, vocabulary: int, head: HeadSpec) -> ModelPlan:
     Args:
         model: Resolved network flags.
         vocabulary: Number of vocabulary entries, padding included.
-        head: `RETRIEVAL_HEAD`, or the default `LANGUAGE_MODEL_HEAD`, which it replaces.
+        head: `RETRIEVAL_HEAD`, or the default `LANGUAGE_MODEL_HEAD`, which means the same here.
     """
     assert head in (LANGUAGE_MODEL_HEAD, RETRIEVAL_HEAD), "only BERT models have task heads"
     projection = ClassifierPlan(
