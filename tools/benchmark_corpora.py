@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure or compare, and write the page.
 
     Raises:
-        ConfigError: ../shared/data is missing, or a number is too small.
+        ConfigError: ../shared/data is missing and --small is not given, or a number is too small.
     """
     if problems := minimum_problems(options, repeats=1, seed=0):
         raise ConfigError(problems)

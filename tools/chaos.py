@@ -463,7 +463,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command under faults and print the verdict. Return 1 if a check failed.
 
     Raises:
-        ConfigError: A fault is unknown or not possible here, or the command lacks a flag.
+        ConfigError: A fault is unknown or not possible here, or the command lacks a flag or does
+            not load from its --save folder.
     """
     for kind in options.faults:
         if kind in _UNSUPPORTED:

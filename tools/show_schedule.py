@@ -47,7 +47,8 @@ def check_sizes(kind: str, stages: int, chunks: int, micro_batches: int) -> None
     """Check that there is a schedule of this kind with these sizes.
 
     Raises:
-        ConfigError: A number is out of range, or the kind does not support this number of chunks.
+        ConfigError: A number is out of range, or the kind is unknown or does not support this
+            number of chunks.
     """
     sizes = {"--stages": stages, "--virtual-stages": chunks, "--micro-batches": micro_batches}
     problems = [f"{flag} {value}: must be at least 1" for flag, value in sizes.items() if value < 1]

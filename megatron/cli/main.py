@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dispatch(program: str, commands: Mapping[str, Command], argv: Sequence[str]) -> int:
-    """Run the command that the first word names, or print the help text if it names none.
+    """Run the command that the first word names. Without a word or with --help, print the help.
 
     Args:
         program: The part of the command line before `argv`, for messages.

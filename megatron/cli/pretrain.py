@@ -61,7 +61,7 @@ def finetune(argv: Sequence[str]) -> int:
 
 
 def _is_task(argument: str) -> bool:
-    """Return whether a word names a task, or resembles one more than it resembles a recipe."""
+    """Return whether a word names a task, or resembles a task's name but not a recipe's."""
     if argument in TASKS or argument.startswith("-") or catalog.is_recipe(argument):
         return argument in TASKS
     return bool(suggestion(argument.upper(), TASKS)) and not suggestion(argument, catalog.names())

@@ -194,7 +194,7 @@ class ExpertOptions:
 
 
 def mixture_layers(options: ExpertOptions, layers: int) -> tuple[bool, ...]:
-    """Return whether each layer is a mixture of experts. Arguments are those of `layer_experts`."""
+    """Return whether each layer is a mixture of experts, given the arguments of `layer_experts`."""
     return tuple(count > 0 for count in layer_experts(options, layers))
 
 

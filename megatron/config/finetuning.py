@@ -53,8 +53,9 @@ class FinetuningConfig:
 def finetuning_args(argv: Sequence[str]) -> list[str]:
     """Return the arguments of a finetuning run's command line, with the defaults of `finetune.py`.
 
-    The defaults are --sft, and --finetune if --load differs from --save. With --sft, they include
-    --calculate-per-token-loss, because rows differ in the number of tokens that count in the loss.
+    The defaults are --sft and, with a --load that differs from --save, --finetune. With --sft, they
+    include --calculate-per-token-loss, because rows differ in the number of tokens that count in
+    the loss.
     A flag that turns one of them off (`--no-sft`, `--no-calculate-per-token-loss`, `--no-finetune`)
     takes precedence.
     """

@@ -24,7 +24,7 @@ def save_interval(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def pretrained(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each flag that contradicts --pretrained-checkpoint about the start."""
+    """Yield an error for each flag that cannot be combined with --pretrained-checkpoint."""
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is None:
         return

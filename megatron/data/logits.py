@@ -399,7 +399,8 @@ def with_logits(
         tokenizer: The run's tokenizer.
 
     Raises:
-        DataError: The folder is missing, damaged, incomplete or made from different data.
+        DataError: The folder is missing, damaged or made from different data, or it is incomplete
+            and --logits-load-ignore-errors is not given.
     """
     options = config.distillation
     assert options.logits_load_dir is not None

@@ -133,7 +133,7 @@ class TextCorpus:
                     yield encoder(block)
 
     def texts(self, piece: int) -> Iterator[tuple[list[BadLine], TextBlock, list[str]]]:
-        """Yield the bad lines, the block and the texts of each small block (4 KiB) of a piece."""
+        """Yield (bad lines, block, texts) for each small block (4 KiB) of a piece."""
         from megatron.data.text_input import parse_block
 
         with _named_as_in_training(self.flag):

@@ -74,7 +74,7 @@ def annotate(
 ) -> None:
     """Write the lines of `source` with an added `score` to `target`, resuming an earlier run.
 
-    A text without a score also gets a `score_error`, the reason. GPT-2's `<|endoftext|>` is
+    A text without a score also gets a `score_error` with the reason. GPT-2's `<|endoftext|>` is
     removed from the texts.
 
     Args:

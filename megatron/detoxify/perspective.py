@@ -255,7 +255,7 @@ class PerspectiveClient:
 
 
 def _retry_after_seconds(retry_after: str | None) -> float | None:
-    """Return the delay in seconds from a Retry-After header, or `None` if missing or invalid."""
+    """Return the delay in seconds that a Retry-After header sets, or `None` without a valid one."""
     if retry_after is None:
         return None
     try:

@@ -117,7 +117,7 @@ def toxicity_in(line: JsonLine, path: Path) -> float | None:
 
 
 def probability_in(score: Any) -> float | None:
-    """Return the toxicity from an object of scores, or `None` if missing or invalid."""
+    """Return the toxicity in an object of scores, or `None` if it is missing or invalid."""
     value = score.get(TOXICITY) if isinstance(score, dict) else None
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
         return None

@@ -54,7 +54,8 @@ class ReferenceLogProbs(Extras):
         """Read or compute the log-probabilities, if the loss needs them. Collective.
 
         Raises:
-            CheckpointError: The run resumes, and the file is missing or was written for other data.
+            CheckpointError: The run resumes, its model no longer contains the reference, and the
+                file is missing or was written for other data.
             ConfigError: --reference-log-probs names a file of another kind.
             StorageError: The file cannot be written.
         """

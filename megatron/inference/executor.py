@@ -374,7 +374,8 @@ class DecodeGraphs:
     def run(self, plan: StepPlan, sources: Many[int], chosen: Tensor) -> _Outputs | None:
         """Return logits [1, u, v] and hidden states [u, 1, h] of the plan's u sequences.
 
-        The result is `None` if recording fails. The states are `None` if they are not kept.
+        The result is `None` if recording fails or has failed before. The states are `None` if they
+        are not kept.
 
         Args:
             plan: A step in which every sequence adds one token.

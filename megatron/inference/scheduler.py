@@ -323,7 +323,10 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, step: _OpenPlan) -> None:
-        """Start sequences from the head of the queue, as long as they fit."""
+        """Start sequences from the head of the queue, as long as they fit.
+
+        A sequence waits for the next step if this step computes a first block that it can reuse.
+        """
         size = self.settings.block_size
         while self._waiting and step.budget and len(self.running) < self.settings.max_sequences:
             sequence = self._waiting[0]

@@ -11,8 +11,8 @@ documents.
 FlashAttention 4 (https://github.com/Dao-AILab/flash-attention, package `flash-attn-4`) runs only
 with --use-flash-attn. Its kernels, for Hopper and later GPUs, are compiled at the first use, which
 takes 15 s including the package's start-up. They are faster than cuDNN's on contiguous tensors
-[b, s, n, d] (docs/benchmarks/kernels.md). Our tensors are transposed from [s, b, n, d], on which
-the kernels are far slower, unless b is 1 and the two layouts are the same.
+[b, s, n, d] (docs/benchmarks/kernels.md). They are far slower on our tensors, which are transposed
+from [s, b, n, d], unless b is 1 and the two layouts are the same.
 """
 
 from __future__ import annotations

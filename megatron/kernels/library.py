@@ -275,7 +275,7 @@ def open_library(path: str) -> KernelLibrary:
 
 
 class _ShapesOnly(KernelLibrary):
-    """A stand-in for a library that launches nothing, so functions compute only shapes."""
+    """A stand-in for a library. It launches nothing, so functions compute only shapes."""
 
     def __init__(self) -> None:
         """Load nothing."""

@@ -288,7 +288,7 @@ def layouts(start: RunOptions, gpus: int, node: int) -> Iterator[dict[str, Any]]
     Args:
         start: The run to plan.
         gpus: The number of GPUs.
-        node: The number of GPUs of a node. A layer is split over at most that many GPUs.
+        node: The number of GPUs in a node. A layer is split over at most that many GPUs.
     """
     model, batch = start.model, start.training.global_batch_size
     assert batch is not None, "a plan requires --global-batch"

@@ -44,8 +44,8 @@ def process_group(
 ) -> Iterator[Layout]:
     """Yield the layout of this run, with its process groups alive inside the block.
 
-    A single process starts no process group. On GPUs, tensors on the CPU (checkpoint receipts,
-    timers) travel over gloo through the same groups.
+    A single process starts no process group. On GPUs, tensors on the CPU (JSON values, timers)
+    travel over gloo through the same groups.
 
     Args:
         config: The sizes of the layout, the backend and the timeout.

@@ -110,7 +110,7 @@ def is_launched() -> bool:
 
 
 def bare_task() -> int:
-    """Return the index that SLURM or mpirun gave this task, or 0 if it has another launcher.
+    """Return the index that SLURM or mpirun gave this task, or 0 with any other launcher or none.
 
     Raises:
         ConfigError: The launcher's variable with the index is not a number.

@@ -71,7 +71,7 @@ def build_parser() -> ToolParser:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train all widths, write the results and print the conclusion.
+    """Train a model of each width, write the results and print the conclusion.
 
     Returns:
         The exit code: 0 if the changes of all activations are independent of the width, otherwise

@@ -138,7 +138,7 @@ def evaluate_and_report(
 def _reported_losses(
     run: Run, dataset: SampleDataset, *, skip: int | None
 ) -> dict[str, float] | None:
-    """Return the losses on a dataset, on its controls, and of averaged weights, by log name.
+    """Return the losses on a dataset and its controls, and those of averaged weights, by log name.
 
     Args:
         run: The run whose model is evaluated.

@@ -328,7 +328,7 @@ def _check_trained(run: Run, reader: Reader, named: Iterable[str]) -> None:
         named: The names of the optimizer's `named_tensors`.
 
     Raises:
-        CheckpointError: The checkpoint holds no state of some weight.
+        CheckpointError: The checkpoint lacks the optimizer state of a weight.
     """
     saved = {name.rpartition(".")[0] for name in reader.names() if name.startswith(STATES)}
     trained = {name.rpartition(".")[0] for name in named}

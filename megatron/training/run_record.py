@@ -90,9 +90,9 @@ def open_newest(
 ) -> Reader | None:
     """Open the newest intact checkpoint, durable or non-persistent, from which a run can resume.
 
-    Collective. Non-persistent checkpoints are ignored if the run does not resume from its own
-    --save folder, with --finetune, --no-load-optim or --ckpt-step, and if the tracker was set back
-    to an older checkpoint.
+    Collective. Non-persistent checkpoints are ignored in three cases: the run does not resume from
+    its own --save folder; --finetune, --no-load-optim or --ckpt-step is given; or the tracker was
+    set back to an older checkpoint.
 
     Args:
         config: The run's configuration, which has --load.

@@ -1,6 +1,6 @@
-"""Measure `transformers` at the same shape.
+"""Measurement of `transformers` with a Llama of the same shape as our model.
 
-The model is a Llama with a static cache, which `transformers` may compile on a GPU.
+The cache is static, and `transformers` may compile the model on a GPU.
 """
 
 from __future__ import annotations

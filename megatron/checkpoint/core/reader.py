@@ -64,7 +64,7 @@ class Source(names.Location):
 class CoreReader(Reader):
     """A GPT or hybrid model of Megatron Core in its `torch_dist` format, under native names.
 
-    `megatron_meta` documents `meta`.
+    The content of `meta` is described in `megatron_meta`.
     """
 
     format = "core"

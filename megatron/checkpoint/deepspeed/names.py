@@ -62,7 +62,7 @@ def flatten(tree: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, 
     """Yield (dotted name, leaf) for nested dicts.
 
     Raises:
-        CheckpointError: The tree is deeper or larger than any model's.
+        CheckpointError: The tree is deeper or larger than any model's, or a name is not a string.
     """
     if not isinstance(tree, dict):
         yield prefix, tree

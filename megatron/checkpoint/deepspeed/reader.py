@@ -65,8 +65,8 @@ class TensorPart:
 class DeepSpeedReader(Reader):
     """A checkpoint of Megatron-DeepSpeed's GPT, dense or a mixture, under native names.
 
-    `megatron_meta` documents `meta`. Here it also has `notices`: one line for everything that
-    cannot be read or will behave differently.
+    The content of `meta` is described in `megatron_meta`. Here it also has `notices`: one line for
+    everything that cannot be read or will behave differently.
     """
 
     format = "deepspeed"

@@ -34,7 +34,7 @@ _LAYER = {
 
 
 def gelu_name(model: ModelConfig) -> str:
-    """Return config.json's name for exact GELU if the network uses it, or for approximate GELU."""
+    """Return config.json's name for the network's GELU, exact or approximate."""
     return "gelu" if model.activation == "gelu" else "gelu_new"
 
 

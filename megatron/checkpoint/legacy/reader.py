@@ -58,7 +58,7 @@ class LegacyReader(Reader):
     GPT or BERT of Megatron Core in its `torch` format. The states of Megatron Core's distributed
     optimizer are not read.
 
-    `megatron_meta` documents `meta`.
+    The content of `meta` is described in `megatron_meta`.
     """
 
     format = "legacy"

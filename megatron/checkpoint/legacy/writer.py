@@ -183,8 +183,8 @@ def convert_to_legacy(
 class LegacyWriter:
     """A writer of Megatron-LM 23.08's files from an opened checkpoint.
 
-    A subclass writes those of Megatron Core, which differ in names, arguments and details of the
-    optimizer.
+    A subclass writes the files of Megatron Core, which differ in names, arguments and details of
+    the optimizer.
 
     Attributes:
         program: The program that loads the files, for messages.

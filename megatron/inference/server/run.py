@@ -124,7 +124,10 @@ def _serve(arguments: Sequence[str], launch: Launch) -> int:
 
 
 def _model_name(folder: str | None, server: ServerConfig) -> str:
-    """Return the model's name for clients: --served-model-name or the name of its folder.
+    """Return the model's name for clients.
+
+    It is --served-model-name or, by default, the name of the folder, or of the parent of a folder
+    whose name begins with "checkpoint".
 
     Raises:
         ConfigError: An adapter has the same name.
