@@ -94,9 +94,9 @@ def choose(logits: Tensor, choices: Sequence[Choice]) -> Tensor:
         choices: How to choose or score a token in each of the k rows.
 
     Returns:
-        fp64 [k, 2 + 2m]: the token, its log probability, the m most likely tokens, and their log
-        probabilities. m is the largest `top_logprobs` of all choices. `unpack` takes the flattened
-        result.
+        fp64 [k, 2 + 2m]: the token (-1 if the row's largest logit is not finite), its log
+        probability, the m most likely tokens, and their log probabilities. m is the largest
+        `top_logprobs` of all choices. `unpack` takes the flattened result.
     """
     result = logits.new_zeros(len(choices), result_width(choices), dtype=torch.float64)
     pairs = [(row, token) for row, choice in enumerate(choices) for token in choice.banned]

@@ -232,7 +232,7 @@ def add_to_index(
     build_embedder: BuildEmbedder,
     world: Axis,
 ) -> None:
-    """Embed the database's chunks and add them to the trained index. Collective.
+    """Embed the database's chunks and add the selected ones to the trained index. Collective.
 
     An existing filled index is kept. Finally, the codes are deleted unless `options.keep_codes` is
     set.
@@ -363,7 +363,7 @@ def _train(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
 
 
 def _add(paths: IndexPaths, blocks: Sequence[TableBlock]) -> None:
-    """Add the codes of all blocks to the trained index, with their rows as ids."""
+    """Add the codes of the blocks' selected rows to the trained index, with the rows as ids."""
     options = paths.options
     # Megatron-LM's faiss-base adds everything, regardless of the fraction in the file's name.
     adds_all = options.compatible and options.type == "faiss-base"

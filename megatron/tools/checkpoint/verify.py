@@ -97,8 +97,8 @@ def verify(
         reader: The opened checkpoint.
         config: The configuration of the checkpoint's run.
         folder: The folder of the same model.
-        tolerance: The largest difference allowed, as a fraction of the larger of the largest logit
-            and 1.
+        tolerance: The largest difference allowed, as a fraction of the larger of 1 and the largest
+            magnitude in the output.
         allow_foreign: Whether to accept files in the folder that other users own.
 
     Returns:
