@@ -108,7 +108,8 @@ class HostBuffer:
 class BackgroundSaver:
     """A saver that writes a run's checkpoints in the background, one at a time.
 
-    Every rank constructs one, and all ranks call `start` together.
+    Every rank constructs one, and all ranks call `start` together. Each save must be followed by
+    `wait` before the next `start`, even if it has already ended.
     """
 
     def __init__(

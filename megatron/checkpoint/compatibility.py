@@ -44,7 +44,8 @@ def check_network(
         One line for the log for each flag that changes the rotary frequencies.
 
     Raises:
-        CheckpointError: The networks differ. The message lists the flags and values.
+        CheckpointError: The networks differ in other ways than these. The message lists the flags
+            and values.
     """
     model, saved = config.model, reader.meta["config"].get("model", {})
     # A GPT becomes a Retro model: the modules that it lacks are newly initialized.
@@ -80,6 +81,9 @@ def check_network(
 
 def network_differences(model: ModelConfig, reader: Reader) -> dict[str, str]:
     """Describe each network setting that differs between checkpoint and run, by field name.
+
+    Settings that the checkpoint does not record, or that have no effect in the run's network, are
+    left out, and so is the context length if the position embedding has no weights.
 
     Args:
         model: The run's network.
@@ -127,7 +131,8 @@ def check_states(config: RunConfig, reader: Reader) -> None:
     """Check that the optimizer states fit the run's optimizer and precision.
 
     Raises:
-        CheckpointError: The states belong to a different optimizer or precision.
+        CheckpointError: The states belong to a different optimizer or precision, or are from SGD
+            without momentum while the run has momentum.
     """
     saved = dict(reader.meta.get("legacy_args") or {})
     for section in ("precision", "optimizer"):

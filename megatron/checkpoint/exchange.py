@@ -74,7 +74,11 @@ class JsonExchange:
         return [reply["value"] for reply in replies]
 
     def on_main(self, step: Callable[[], Json]) -> Json:
-        """Run `step` on rank 0, and return its result or raise its error everywhere. Collective."""
+        """Run `step` on rank 0, and return its result on every rank. Collective.
+
+        Raises:
+            Exception: Raised on every rank if `step` failed, as in `on_all_ranks`.
+        """
         return self.on_all_ranks(step if self.is_main else lambda: None)[0]
 
     def _device(self) -> torch.device:

@@ -54,7 +54,7 @@ class CheckpointFolder(NamedTuple):
     Attributes:
         format: "native", "legacy" (Megatron-LM's torch files), "core" (Megatron Core's
             torch_dist) or "deepspeed".
-        iteration: The iteration in the folder's name; 0 for `release`.
+        iteration: The iteration in the folder's name; 0 for `release` and other names without one.
         path: The checkpoint's folder.
     """
 
@@ -74,7 +74,7 @@ def iteration_folder(iteration: int) -> str:
 
 
 def iteration_of(folder: str) -> int:
-    """Return the iteration in a folder's name; 0 for `release`."""
+    """Return the iteration in a folder's name; 0 for `release` and other names without one."""
     match = _FOLDER.fullmatch(folder) or _DEEPSPEED_FOLDER.fullmatch(folder)
     return int(match.group(1)) if match else 0
 
@@ -140,7 +140,8 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolde
 def read_tracker(root: Path) -> tuple[str | None, str | None]:
     """Return the name of the folder that the tracker names, and the problem with the tracker.
 
-    At least one of the two is None. Both are None if there is no tracker.
+    DeepSpeed's `latest` is read only if Megatron's tracker does not exist. At least one of the two
+    results is None. Both are None if there is no tracker.
     """
     for name, pattern in _TRACKERS.items():
         try:
@@ -163,7 +164,9 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
 
 
 def scan(root: Path) -> tuple[list[CheckpointFolder], dict[str, str]]:
-    """Return the complete checkpoints, newest first, and the problem of each incomplete one.
+    """Return the complete checkpoints, newest first, and the problem of each other one by name.
+
+    The others are incomplete, unverified, or hold two formats.
 
     Raises:
         CheckpointError: The folder cannot be listed.
@@ -214,7 +217,8 @@ def checkpoint_of(root: Path, iteration: int) -> CheckpointFolder:
     """Return the complete checkpoint of an iteration, for --ckpt-step.
 
     Raises:
-        CheckpointError: There is no such checkpoint. The message lists the iterations that exist.
+        CheckpointError: There is no such checkpoint (the message lists the newest iterations that
+            exist), or `root` is itself a checkpoint or is not a folder.
     """
     flag = f"--ckpt-step {iteration}: {root}"
     if checkpoint_at(root) is not None:

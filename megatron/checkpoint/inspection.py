@@ -30,11 +30,12 @@ def compare(first: Reader, second: Reader, *, only: str = "") -> tuple[list[str]
     Args:
         first: An opened checkpoint.
         second: Another opened checkpoint.
-        only: Compare only tensors whose names begin with this prefix. "" compares everything.
+        only: Compare only tensors whose names begin with this prefix. "" compares all tensors, and
+            the counters and settings that both checkpoints record.
 
     Returns:
-        A line for each difference, and the number of tensors that are equal: bit for bit, except
-        for the signs of zeros and the bits of NaNs.
+        A line for each difference, and the number of tensors that are equal: in shape, in dtype,
+        and bit for bit, except for the signs of zeros and the bits of NaNs.
     """
     lines, equal = list[str](), 0
     first_names, second_names = (
@@ -114,11 +115,12 @@ def summarize(
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Returns:
-        The lines of the description, and whether all checkpoints are intact and the tracker names
-        one of them.
+        The lines of the description, and whether all complete checkpoints are intact and the
+        tracker, if there is one, names one of them.
 
     Raises:
-        CheckpointError: The folder contains no complete checkpoint.
+        CheckpointError: The folder contains no complete checkpoint or is a file; or it is a Hugging
+            Face folder that cannot be opened.
     """
     if is_model_folder(root):
         # Opening the folder has compared names, shapes and dtypes with config.json.

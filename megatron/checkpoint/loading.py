@@ -33,18 +33,20 @@ def open_checkpoint(
 
     If `root` is a checkpoint's own folder (`iter_0000100`), or `step` is given, only that
     checkpoint is tried. With a layout, this is collective: the ranks share the verification and
-    open the same checkpoint. The folder must be on a file system that all of them can see.
+    open the same checkpoint. The folder must be on a file system that all of them can see. A
+    warning names the checkpoints that are skipped because they cannot be used.
 
     Args:
         root: Folder of checkpoints, or one of them.
-        step: The iteration to open. None opens the newest.
+        step: The iteration to open. None opens the one that the tracker names, or the next one that
+            can be used.
         verify: Verify every digest, not only the manifest and the files' sizes.
         layout: The layout of the ranks that open it together. None opens it only on this rank.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
-        CheckpointError: All checkpoints are damaged (the message says what is wrong with each), or
-            there is none for the requested iteration.
+        CheckpointError: No checkpoint can be used (the message says what is wrong with each), there
+            are only traces of checkpoints, or there is none for the requested iteration.
     """
     exchange = JsonExchange((layout or Layout.single()).world)
     root = Path(root).absolute()
@@ -105,7 +107,7 @@ def open_folder(
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or its format is not supported.
+        CheckpointError: The checkpoint is damaged or refused, or its content is not supported.
     """
     # Import readers only when they are needed: a run from scratch then starts up to 90 ms sooner.
     # Most of that time is pydantic's import.
@@ -126,7 +128,7 @@ def open_hf(root: Path, *, allow_foreign: bool = False) -> HFReader:
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The folder is damaged, or its model is not supported.
+        CheckpointError: The folder is damaged or refused, or its model is not supported.
     """
     from megatron.checkpoint.huggingface.reader import HFReader
 
@@ -136,7 +138,10 @@ def open_hf(root: Path, *, allow_foreign: bool = False) -> HFReader:
 
 @contextmanager
 def _damaged(kind: str) -> Iterator[None]:
-    """Turn any exception into a `CheckpointError`, because damaged files can cause any."""
+    """Turn any exception except `MemoryError` into a `CheckpointError`.
+
+    Damaged files can cause any exception.
+    """
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -172,7 +177,7 @@ def _open(folder: find.CheckpointFolder, verify: bool, world: Axis, allow_foreig
 
 
 def _check_iteration(folder: find.CheckpointFolder, reader: Reader, file: str) -> None:
-    """Check that the iteration in a file matches the folder's name."""
+    """Check that the iteration in a file matches the folder's name, if the name contains one."""
     if reader.iteration != folder.iteration and folder.path.name.startswith(
         ("iter_", find.DEEPSPEED)
     ):
@@ -191,15 +196,16 @@ def open_root(
 
     Args:
         root: A Hugging Face folder, one checkpoint, or a folder of checkpoints.
-        step: The iteration to open (--ckpt-step). None opens the newest.
+        step: The iteration to open (--ckpt-step). None opens the one that the tracker names, or the
+            next one that can be used.
         verify: Verify digests. Hugging Face files have none.
         layout: The layout of the ranks that open it together (collective). None opens it only on
             this rank.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
     Raises:
-        CheckpointError: None of the checkpoints can be read, or none is for the requested
-            iteration.
+        CheckpointError: None of the checkpoints can be used, none is for the requested iteration,
+            or `step` is given for a Hugging Face folder.
     """
     if not is_model_folder(root):
         return open_checkpoint(
@@ -218,8 +224,8 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
     """Open the checkpoint at a path.
 
     Args:
-        path: A folder of checkpoints (the newest intact one is opened), a single checkpoint
-            (`iter_0000100`), or a Hugging Face folder.
+        path: A folder of checkpoints (the one that the tracker names is opened, or the next one
+            that can be used), a single checkpoint (`iter_0000100`), or a Hugging Face folder.
         verify: Verify digests. Hugging Face files have none.
         allow_foreign: Accept files owned by other users (--allow-foreign-checkpoints).
 
@@ -235,7 +241,10 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
 
 
 def why_no_checkpoint(path: Path) -> str:
-    """Return why there is no checkpoint at a path, and which folder below it has one, if any."""
+    """Return why there is no checkpoint at a path, and which folder in it has one, if any.
+
+    If several folders have one, only the first of them is named.
+    """
     if not path.exists():
         return "there is no such folder"
     if path.is_file():
@@ -246,7 +255,11 @@ def why_no_checkpoint(path: Path) -> str:
 
 
 def checkpoints_below(root: Path) -> list[str]:
-    """Return the names of the folders in `root` that --load would accept, sorted."""
+    """Return the names of the folders in `root` that look as if --load would accept them, sorted.
+
+    Raises:
+        CheckpointError: One of the folders contains checkpoints in two formats.
+    """
     if not root.is_dir():
         return []
 

@@ -95,7 +95,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _read(descriptor: int) -> Json:
-    """Return the lock's holder as recorded in the file, or None if it is empty or unreadable."""
+    """Return the holder that the file records, or None if it is empty, unreadable or invalid."""
     try:
         holder = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
     except (OSError, ValueError, RecursionError):

@@ -99,11 +99,11 @@ def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family
     Args:
         model: The network.
         vocab: Number of rows of the word embedding.
-        model_type: The requested `model_type`. None accepts any.
+        model_type: The requested `model_type`, which must be known. None accepts any.
 
     Raises:
         CheckpointError: The requested family cannot express the network, or none can. The message
-            says why, for each family.
+            says why, for each family of the same architecture.
     """
     known = families()
     candidates = [known[model_type]] if model_type else list(known.values())
@@ -120,7 +120,10 @@ def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family
 
 
 def mismatches(family: Family, model: ModelConfig, vocab: int) -> list[str]:
-    """Return a line for each setting of a network that a family's config.json cannot express."""
+    """Return a line for each setting of a network that a family's config.json cannot express.
+
+    Return only the reason if the nearest config.json that the family could write is invalid.
+    """
     written = Settings(family.write(model, vocab), "config.json")
     try:
         round_trip = family.read(written).model
@@ -141,7 +144,10 @@ def mismatches(family: Family, model: ModelConfig, vocab: int) -> list[str]:
 
 
 def differing_fields(family: Family, first: ModelConfig, second: ModelConfig) -> list[str]:
-    """Return the names of the fields in which two networks differ in meaning, not only in value."""
+    """Return the names of the fields in which two networks differ in meaning, not only in value.
+
+    Fields that have no effect in the first network are ignored.
+    """
     return [
         name
         for name in NETWORK_FIELDS

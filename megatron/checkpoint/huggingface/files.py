@@ -27,7 +27,7 @@ VOCAB, MERGES = "vocab.json", "merges.txt"
 WORDPIECES = "vocab.txt"
 SPIECE = "spiece.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# Files that are copied along with a model: text, never code.
+# Files that are copied along with a model: data, never code.
 COMPANIONS = (
     *(CONFIG, GENERATION_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG),
     *("special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE),
@@ -76,8 +76,8 @@ def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: There are no readable files, or the index names anything but plain files in
-            this folder.
+        CheckpointError: There are no readable files, the index is damaged or refused, or it names
+            anything but plain files in this folder.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -117,6 +117,7 @@ def companions(folder: Path, *, allow_foreign: bool = False) -> Iterator[tuple[s
     Raises:
         CheckpointError: A file is too large, is a link to a path outside the folder, or cannot be
             trusted.
+        OSError: A file cannot be opened.
     """
     for name in COMPANIONS:
         if not (folder / name).exists():
@@ -145,7 +146,7 @@ def tokenizer_in(
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: tokenizer_config.json cannot be read.
+        CheckpointError: tokenizer_config.json cannot be read, or is refused.
     """
     paths = {name: str(folder / name) for name in COMPANIONS if (folder / name).is_file()}
     settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)

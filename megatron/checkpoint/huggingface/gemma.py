@@ -17,7 +17,7 @@ from megatron.checkpoint.huggingface.settings import Settings
 from megatron.config.model import ModelConfig
 
 _GELU = "gelu_pytorch_tanh"
-_WINDOW = 4096  # for a model without windows, because transformers requires a number
+_WINDOW = 4096  # the default, also written without windows: transformers requires a number
 _SANDWICH = {
     **LAYER,
     "attention_output_norm": ("post_attention_layernorm",),

@@ -64,6 +64,8 @@ def interleaved(
 ) -> rules.TensorConversion:
     """Return the conversion of queries, keys and values whose adjacent channels rotate together.
 
+    In a layer without rotary embeddings, this is the given conversion.
+
     Args:
         layer: The plan of the layer.
         conversion: The conversion of queries, keys and values without reordering of channels.

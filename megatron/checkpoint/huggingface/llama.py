@@ -209,7 +209,10 @@ class LlamaLike(rules.Family):
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any] | None:
-    """Return the value of rope_scaling, or `None` if rotary frequencies are not scaled."""
+    """Return the value of rope_scaling, or `None` if rotary frequencies are not scaled.
+
+    The result is also `None` for LongRoPE, which only Phi's files express.
+    """
     factor = model.rotary_seq_len_interpolation_factor or 1
     if model.use_rope_scaling:
         return {
@@ -350,7 +353,7 @@ def _read_factor(rope: Settings) -> float:
 def limited_layers(settings: Settings, layers: int) -> list[bool] | None:
     """Return, for each layer, whether layer_types limits it to a window.
 
-    Return `None` if the key is absent.
+    Return `None` if the key is absent or empty.
 
     Raises:
         CheckpointError: layer_types names an unknown kind of layer, or has the wrong length.

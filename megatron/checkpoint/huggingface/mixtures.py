@@ -49,6 +49,12 @@ def read_groups(
         counted: The number of a group's experts whose scores are added up to score the group.
         default: The number of groups, and of chosen groups, if the file does not specify them.
             `None` means that the file must.
+
+    Returns:
+        The flags; {} if there is a single group.
+
+    Raises:
+        CheckpointError: The numbers are missing or invalid, or do not fit the experts.
     """
     groups = settings.size("n_group", default, experts)
     best = settings.size("topk_group", default, groups)

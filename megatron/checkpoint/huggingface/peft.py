@@ -159,9 +159,9 @@ def family_in(
     *,
     base: str | None = None,
 ) -> Family:
-    """Return the family that can express a network and matches the module names in PEFT's files.
+    """Return the first family that can express a network and matches the names in PEFT's files.
 
-    If there is none, return the first family that can express the network.
+    If there is none, or no names are given, return the first family that can express the network.
 
     Args:
         tensor_names: The names of the tensors in PEFT's files.

@@ -22,7 +22,7 @@ from megatron.errors import CheckpointError
 
 _ROUTERS = ("gate.weight", "router.weight")  # suffixes of router names in `transformers`
 _UNUSED_HEADS = ("classifier",)  # PEFT adds these to modules_to_save for other models
-# Other settings of PEFT's configuration, with the only value that we support.
+# Other settings of PEFT's configuration, with the values that we support, the default first.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -51,7 +51,9 @@ def tensor_names(path: Path, *, allow_foreign: bool = False) -> frozenset[str]:
 def network_with(
     path: Path, model: ModelConfig, *, allow_foreign: bool = False
 ) -> tuple[ModelConfig, tuple[str, ...]]:
-    """Return a network with adapters on every layer, of the rank and kind in PEFT's files.
+    """Return a network with adapters on every linear layer, of the rank and kind in PEFT's files.
+
+    The output layer and the routers get adapters only if PEFT's files adapt them.
 
     Args:
         path: The folder of PEFT's files.
@@ -112,7 +114,11 @@ def names_in(path: Path, names: PeftNames, *, allow_foreign: bool = False) -> Pe
 
 
 class PeftReader(Reader):
-    """An adapter's PEFT files, with their tensors under native names."""
+    """An adapter's PEFT files, with their tensors under native names.
+
+    Reading a tensor raises a `CheckpointError` if its values cannot be split into adapters of the
+    run's projections.
+    """
 
     format = "peft"
     iteration = 0
@@ -137,8 +143,8 @@ class PeftReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: The files are missing or damaged, or the adapter does not fit the
-                network.
+            CheckpointError: The files are missing, damaged or refused, a setting is not supported,
+                or the adapter does not fit the network.
         """
         self.path, self.allow_foreign = path, allow_foreign
         if not (path / ADAPTER_CONFIG).is_file():
@@ -220,7 +226,7 @@ class PeftReader(Reader):
     def _check_settings(
         self, settings: dict[str, Any], model: ModelConfig, unknown: set[str]
     ) -> None:
-        """Check that the adapter's settings match the run."""
+        """Check that the adapter's settings match the run, and that no tensor is `unknown`."""
         rank = settings.get("r", 8)
         expected = {
             "r": model.lora_rank,

@@ -129,8 +129,8 @@ def join(kind: str, parts: Mapping[AdapterSlice, Tensor], lengths: Tensor | None
             rows without an adapter. `None` if all rows have an adapter, or `kind` is "a" or "b".
 
     Returns:
-        A [rank * projections, in], B [outputs of the module, rank * projections] or magnitudes
-        [outputs of the module].
+        A [rank * adapted, in], B [outputs of the module, rank * adapted] or magnitudes [outputs of
+        the module].
     """
     if kind == "a":
         return torch.cat(list(parts.values()))

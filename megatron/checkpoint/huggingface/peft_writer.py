@@ -118,7 +118,7 @@ class AdapterExport:
     def _targets(self, *, names_parameters: bool) -> list[str] | None:
         """Return the names of the adapted modules or parameters, or `None` if there are none.
 
-        The names are suffixes if all layers are adapted alike, otherwise full names.
+        The names are suffixes if each of them occurs once in every layer, otherwise full names.
         """
         by_suffix = defaultdict(set)
         for peft in self.names.values():

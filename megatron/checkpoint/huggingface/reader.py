@@ -70,13 +70,15 @@ class HFReader(Reader):
     def __init__(self, path: Path, *, allow_foreign: bool = False) -> None:
         """Open a folder, and check every name, shape and dtype against config.json.
 
+        Values are read only of tensors that may repeat another one, to compare the two.
+
         Args:
             path: The folder.
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing or refused, a key of config.json is missing or not
-                supported, or the tensors contradict config.json.
+            CheckpointError: A file is missing, damaged or refused, a key of config.json is missing
+                or not supported, or the tensors contradict config.json or each other.
         """
         self.path, self.allow_foreign = path, allow_foreign
         shards = find_shards(path, allow_foreign=allow_foreign)
@@ -218,7 +220,8 @@ def _open_shards(
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The tensors differ from those in the index.
+        CheckpointError: A file is damaged or refused, two files contain the same tensor, or the
+            tensors differ from those in the index.
     """
     tensors: dict[str, _FileTensor] = {}
     for path in sorted(set(shards.values())):

@@ -368,6 +368,8 @@ class Family(ABC):
     def rules(self, model: ModelConfig, vocab: int) -> list[ParameterRule]:
         """Return the rules of all parameters, in the order of the files.
 
+        A parameter that the files repeat has a rule for each copy.
+
         Args:
             model: The network.
             vocab: Number of rows of the word embedding.
@@ -414,7 +416,8 @@ class Family(ABC):
         Args:
             layer: The layer that contains the module.
             module: The native name of the module in the layer.
-            tensors: The number of Hugging Face tensors that a parameter combines.
+            tensors: The number of Hugging Face tensors that a parameter combines, or one expert's
+                slice of it if the files store each expert in separate tensors.
         """
         if module == "attention.qkv":
             mixer = attention_of(layer)

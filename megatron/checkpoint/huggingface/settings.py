@@ -74,8 +74,9 @@ def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
 class Settings:
     """The keys of a config.json, whose types are checked when they are read.
 
-    Methods that read a value raise `CheckpointError` if it has the wrong type, or if it is missing
-    and has no default. At the end, `refuse_unread_keys` refuses keys that no method has read.
+    Methods that read a value raise `CheckpointError` if it has the wrong type or is out of range,
+    or if it is missing and has no default. At the end, `refuse_unread_keys` refuses keys that no
+    method has read, unless they are known to be harmless.
 
     Attributes:
         values: The file's object, or a nested object in it, without keys that are null, which count
@@ -149,7 +150,7 @@ class Settings:
         return value
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Read a list of `count` numbers above 0."""
+        """Read a list of `count` numbers above 0 and below `MAX_VALUE`. There is no default."""
         value = self._get(key, None)
         fits = isinstance(value, list) and len(value) == count
         if not fits or not all(

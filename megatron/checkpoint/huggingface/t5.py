@@ -1,7 +1,7 @@
 """Google's T5: relative positions, RMSNorm, no biases, unscaled attention scores.
 
 The first version has ReLU, and an output layer that shares the word embeddings and divides its
-input by the square root of the hidden size. Version 1.1 (also mT5 and Flan-T5) has a gated GeLU and
+input by the square root of the hidden size. Version 1.1 (also Flan-T5) has a gated GeLU and
 a separate output matrix. Training differs in two respects: Hugging Face also applies dropout inside
 the MLP and after the last normalization of each stack.
 """

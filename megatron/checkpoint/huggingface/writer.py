@@ -89,9 +89,12 @@ class Export:
         """Return the content of config.json.
 
         Args:
-            template: An existing config.json. If it describes this network, all of its keys are
-                kept. Otherwise only keys that do not describe the network, such as token ids, are
-                kept.
+            template: An existing config.json. If it describes this network, all of its keys except
+                the dtype are kept. Otherwise only keys that do not describe the network, such as
+                token ids, are kept.
+
+        Raises:
+            CheckpointError: The template is for this family, but is invalid or not supported.
         """
         dtype = _DTYPES.get(self.reader.dtype(WORD_EMBEDDING), "float32")
         if template and template.get("model_type") == self.family.name:
@@ -143,8 +146,10 @@ def write_folder(
         check: A check to run on the folder before it is renamed (`durable.check_unpublished`).
 
     Raises:
-        StorageError: The folder cannot be written. Nothing is left behind.
-        CheckpointError: The folder is not empty, or the tensors do not match the network.
+        StorageError: The folder cannot be written, or there is too little space. The temporary
+            folder is deleted.
+        CheckpointError: The path exists and is not an empty folder, or the tensors do not match the
+            network.
     """
     folder = folder.absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -187,7 +192,7 @@ def plan_shards(tensors: Tensors, max_bytes: int) -> dict[str, Tensors]:
 
     Args:
         tensors: All tensors, in file order.
-        max_bytes: Maximum size of a file in bytes, unless a single tensor is larger.
+        max_bytes: Maximum size of a file's tensors in bytes, unless a single tensor is larger.
     """
     groups: list[Tensors] = [{}]
     for name, tensor in tensors.items():
