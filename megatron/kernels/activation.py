@@ -138,7 +138,8 @@ def choose_activation(
 
     Args:
         name: The name, as in `ModelConfig.activation`.
-        library: The fused kernels; `None` means PyTorch's operations.
+        library: The fused kernels, which support only `KINDS`, without `clamp` and `offset`; `None`
+            means PyTorch's operations.
         fused_amaxes: Where to store the amaxes of the result and of the gradient of x. Only kernels
             compute them.
         fuses_gelu: Whether GELU may use the fused kernels; False with --no-bias-gelu-fusion.

@@ -89,7 +89,11 @@ class FusedAmax:
         return amax
 
     def pop(self, x: Tensor) -> Tensor | None:
-        """Return and discard the amax of `x`, fp32 [], or `None` if no kernel has stored it."""
+        """Return and discard the stored amax, fp32 [].
+
+        Return `None` if no amax is stored, if it is that of a tensor with another number of
+        elements than `x`, or if `x` is traced.
+        """
         if is_traced(x):
             return None  # traced kernels store nothing
         stored = self._stored

@@ -541,7 +541,8 @@ class FlashPackage(NamedTuple):
     def supports(self, query: Tensor, options: AttentionOptions) -> bool:
         """Return whether the package supports the arguments and is fast for them.
 
-        It requires 16 bits, a single sample and no options except scale, `causal` and window.
+        It requires 16 bits, a supported head size, a single sample, and no options except scale,
+        `causal` and window.
         """
         return (
             query.dtype in (torch.float16, torch.bfloat16)
@@ -573,7 +574,8 @@ class FlashPackage(NamedTuple):
 def find_flash_package(device: torch.device) -> FlashPackage | None:
     """Return the package, or `None` if it is not installed or has no kernels for the device.
 
-    With --deterministic-mode, the kernels must also be deterministic.
+    With --deterministic-mode, the kernels must also be deterministic. If the package is installed
+    but cannot be imported, log a warning and return `None`.
     """
     capability = Device(device).capability
     if capability < (9, 0):

@@ -72,7 +72,7 @@ class Compiler:
         supports, which the driver then compiles.
 
         Raises:
-            BuildError: This NVRTC supports only newer architectures.
+            BuildError: This NVRTC supports only newer architectures, or the name is malformed.
         """
         major, minor = _capability(architecture)
         number = 10 * major + minor
@@ -142,7 +142,7 @@ def canonical_architecture(architecture: str) -> str:
 
 
 def digest() -> str:
-    """Return a digest of all sources, headers and flags."""
+    """Return a digest of all sources, headers, kernels to compile and flags."""
     return sources.digest(FLAGS)
 
 
@@ -154,7 +154,7 @@ def find_built(
     Args:
         architecture: The GPU architecture, such as "sm_90a".
         folder: The cache, or the folder that `pip install` fills.
-        report: A function that prints a line about each library that cannot be used.
+        report: A function that prints a line about each library that cannot be used, if none can.
         version: The version of NVRTC that built the library; "*" accepts any.
     """
     reasons = []
@@ -199,6 +199,8 @@ def build(
 ) -> Path:
     """Find or build the library in `folder`. A single process builds it while others wait.
 
+    A process that has waited for `LOCK_LIMIT` seconds builds it too.
+
     Args:
         architecture: The name of the GPU architecture, such as "sm_90a".
         folder: The folder in which libraries are cached.
@@ -210,7 +212,8 @@ def build(
         The path of the library.
 
     Raises:
-        BuildError: There is no compiler, the folder is not writable, or the compiler fails.
+        BuildError: There is no compiler, the folder is not writable, or the compiler fails, takes
+            too long or has just failed in another process.
     """
     compiler = find_compiler(release)
     stem = f"kernels-{architecture}-{digest()}-cuda{compiler.version}"
@@ -288,7 +291,8 @@ def compile_sources(
         The path of the library.
 
     Raises:
-        BuildError: NVRTC fails (the message contains its first error) or takes too long.
+        BuildError: NVRTC fails (the message contains its first error), takes too long, or does not
+            support the architecture.
     """
     target = compiler.target(architecture)
     outputs = {source: scratch / f"{source.stem}.bin" for source in sources.source_files()}

@@ -116,7 +116,7 @@ class CrossEntropy:
 
 
 def choose_cross_entropy(library: KernelLibrary | None, *, in_16_bits: bool) -> CrossEntropy:
-    """Choose the kernel if there is a library, otherwise plain PyTorch.
+    """Choose the kernel if there is a library, otherwise (or with `in_16_bits`) plain PyTorch.
 
     Args:
         library: Compiled kernels.

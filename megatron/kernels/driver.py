@@ -64,6 +64,7 @@ class Driver:
 
         Raises:
             AttributeError: The driver is older than CUDA 12.
+            DriverError: The driver cannot be initialized.
         """
         self._loaded = loaded
         self.launch = loaded.cuLaunchKernelEx

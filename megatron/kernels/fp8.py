@@ -311,7 +311,7 @@ class Fp8Casts:
         return whole, self.transpose(whole)
 
     def forget(self) -> None:
-        """Discard the remaining zeros (`Zeros.forget`)."""
+        """Do nothing. Subclasses that keep zeros discard the remaining ones (`Zeros.forget`)."""
 
     def transpose(self, matrix: Fp8) -> Fp8:
         """Return the transpose [k, m] of a matrix with one scale."""

@@ -36,8 +36,8 @@ class Fp8Product:
         Args:
             left: The left matrix [m, k].
             right: The right matrix [n, k].
-            dtype: The dtype of the result.
-            bias: The bias [n], or `None`.
+            dtype: The dtype of the result, unless the result is added to `into`.
+            bias: The bias [n], or `None`, as it must be with `accumulate`.
             fast: Whether the hardware may accumulate with fewer bits.
             into: The memory for the result, [m, n]; `None` allocates it.
             accumulate: Whether to add the result to `into` instead of overwriting it.

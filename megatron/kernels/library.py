@@ -104,6 +104,7 @@ class KernelLibrary:
 
     Raises:
         OSError: The file is unsafe or damaged (`read_built`), or there is no driver.
+        AttributeError: The driver is older than CUDA 12.
         DriverError: The driver rejects the code, for example because the driver is for an older
             CUDA version.
     """
@@ -465,8 +466,8 @@ def find_library(device: torch.device) -> LibraryChoice:
     """Return the library for a device, compiling it first if necessary.
 
     Compilation takes a while, so call this function before processes wait for each other. It never
-    raises an error. Without a library, PyTorch's slower operations are used, and on a GPU a line
-    with the reason is printed.
+    raises an error. Without a library, PyTorch's slower operations are used, and on GPUs the first
+    process of each machine prints a line with the reason.
     """
     gpu_device = Device(device)
     if not gpu_device.is_gpu:

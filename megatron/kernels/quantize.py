@@ -5,8 +5,8 @@ element is a level between -1 and 1, times the scale. Its code selects the neare
 (nf4, two codes per byte), or is the nearest fp8 e4m3 number, whose level is this number divided by
 the largest e4m3 number. With bf16 scales, a weight takes 4.25 or 8.25 bits.
 
-Every block has an element with the level 1 or -1. Quantizing a dequantized matrix therefore gives
-the same values and scales.
+Every block that is not all zeros has an element with the level 1 or -1. Quantizing a dequantized
+matrix therefore gives the same values and scales.
 """
 
 from __future__ import annotations

@@ -335,7 +335,10 @@ def choose_recurrence(
 
 
 def find_recurrence(device: torch.device) -> RecurrenceChoice:
-    """Return the package's kernels, or the references if the package cannot be used."""
+    """Return the package's kernels, or the references if the package cannot be used.
+
+    If the package is installed but cannot be imported, log a warning.
+    """
     capability, reason = Device(device).capability, ""
     try:
         release = version(_DISTRIBUTION)

@@ -94,6 +94,9 @@ class RowProduct:
             x: The input [m, k].
             weight: The weight [n, k], on the current GPU of the process.
             bias: The bias [n], or `None`.
+
+        Raises:
+            CublasLtError: No kernel of the weight's family supports this number of rows.
         """
         if not _fits(x, weight, bias):
             return F.linear(x, weight, bias)

@@ -128,7 +128,7 @@ def names_of(target: AdapterTarget) -> list[str]:
 
 
 def target_names(targets: Iterable[AdapterTarget]) -> list[str]:
-    """Return every name that --lora-target-modules accepts, including short names like `q_proj`."""
+    """Return the full names of targets, and their short names with a "_", such as `q_proj`."""
     names = [name for target in targets for name in names_of(target)]
     return [*names, *{name.rpartition(".")[2] for name in names if "_" in name}]
 
@@ -145,7 +145,11 @@ def is_adapted(target: AdapterTarget, patterns: Sequence[str] | None) -> bool:
 
 
 def is_target(target: AdapterTarget, pattern: str) -> bool:
-    """Return whether a pattern matches a target, its layer or a containing module."""
+    """Return whether a pattern matches a target, its layer or a containing module.
+
+    An optional target must be named itself: neither `ALL_LINEAR`, a pattern with "*" in its last
+    part nor the name of a containing module selects it.
+    """
     names, globs = names_of(target), [pattern, f"*.{pattern}"]
     if target.is_optional:
         if pattern == ALL_LINEAR or "*" in pattern.rpartition(".")[2]:

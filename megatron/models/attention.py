@@ -173,7 +173,7 @@ class AttentionCore(nn.Module):
         )
 
     def _in_chunks(self, query: Tensor, mask: Mask | None, chunk: int) -> Mask | None:
-        """Return a mask that restricts attention to chunks of this size."""
+        """Return a mask that restricts attention to chunks, or `mask` if one chunk is enough."""
         length, samples = len(query) * self.context_ranks, query.shape[1]
         if length <= chunk:
             return mask

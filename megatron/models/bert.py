@@ -56,7 +56,7 @@ class BertModel(Network):
 
     Its parameters are those of a GPT model plus the following:
 
-        embedding.token_type.weight   [2, h]   segments, in a model with a pooler
+        embedding.token_type.weight   [2, h]   segments, if the plan has token types
         pooler.dense.weight, .bias    [h, h]
         binary_head.weight, .bias     [2, h]   whether the segments are in order
         head.dense.weight, .bias      [h, h]   transform before the masked tokens' scores

@@ -141,8 +141,8 @@ class Retrieval(NamedTuple):
     Attributes:
         loss: The mean cross entropy of the correct contexts over the queries of all ranks. It is
             the same on every rank.
-        ranks: For each query, the number of contexts that score higher than the correct one, int64
-            [q].
+        ranks: For each query of all ranks, the number of contexts that score higher than the
+            correct one, int64 [queries of all ranks].
     """
 
     loss: Tensor
@@ -155,7 +155,8 @@ def compare_all(
     """Score the queries of all ranks against the contexts of all ranks; return loss and ranking.
 
     Context i of a rank is the correct one for its query i. If a rank has more contexts than
-    queries, the extra ones are wrong for every query. The results are the same on all ranks.
+    queries, the extra ones are wrong for every query. The numbers of queries and contexts are the
+    same on all ranks, and so are the results. Collective.
 
     Gradients flow back to the rank of each vector. Averaged over the ranks, as parameter gradients
     are, they equal those of a single process with all samples.

@@ -85,9 +85,10 @@ class Sublayer(Protocol):
         ...
 
 
-# A mixer is constructed with (plan, context) and called with (x, mask, rotation, cache). The
-# residual sum adds its `bias_to_add`. If it has `fused_amaxes`, the normalizations before and after
-# it store the amaxes of x and of the result's gradient there.
+# A mixer is constructed with (plan, context) and called with (x, mask, rotation, cache), or for
+# cross-attention with (x, encoder). The residual sum adds its `bias_to_add`. If it has
+# `fused_amaxes`, the normalizations before and after it store the amaxes of x and of the result's
+# gradient there.
 MIXERS: dict[str, Any] = {
     "attention": SelfAttention,
     "latent_attention": LatentAttention,

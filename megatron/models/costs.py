@@ -15,7 +15,7 @@ class Flops(NamedTuple):
 
     Attributes:
         products: FLOPs of matrix products with weights.
-        scores: FLOPs of attention scores and of the weighted sums of values.
+        scores: FLOPs of attention scores and of the weighted sums of values, or of a recurrence.
     """
 
     products: int

@@ -148,7 +148,8 @@ class Mamba(RecurrentMixer):
                 inference.
 
         Returns:
-            The normalized outputs [s, b, g, r p] in the dtype of `projected`, and new states.
+            The gated outputs [s, b, g, r p], normalized if the plan says so, in the dtype of
+            `projected`, and new states.
         """
         plan, groups = self.plan, projected.shape[2]
         if self.factors is not None:

@@ -99,8 +99,9 @@ class Mixture(nn.Module):
     def activation_bytes(plan: MixturePlan, batch: MicroBatch) -> int:
         """Count the bytes of the scores and of each row's input, activation and output.
 
-        A process receives `batch.imbalance` times as many rows as it sends. The imbalance is 1 if
-        all experts get the same number of rows.
+        The bytes that the shared experts keep are included. A process receives `batch.imbalance`
+        times as many rows as it sends. The imbalance is 1 if all experts get the same number of
+        rows.
         """
         router, recomputed = plan.router, batch.recomputed
         scores = 4 * batch.tokens // batch.sequence * 3 * router.experts
@@ -116,6 +117,8 @@ class Mixture(nn.Module):
     @staticmethod
     def largest_imbalance(plan: MixturePlan, ranks: int, tokens: int) -> float:
         """Return the imbalance that results if all tokens choose the experts of a single process.
+
+        Tokens beyond the experts' capacity, if it is limited, are not counted.
 
         Args:
             plan: The plan of the mixture.
@@ -192,7 +195,7 @@ class Experts(nn.Module):
     Args:
         plan: The plan of one expert.
         experts: Number of experts.
-        context: Device, kernels and number formats.
+        context: Layout, device, kernels and number formats.
     """
 
     def __init__(self, plan: MLPPlan, experts: int, context: BuildContext) -> None:

@@ -28,7 +28,7 @@ class Stream(NamedTuple):
     Attributes:
         residual: The hidden states before the last sublayer, [s, b, h].
         update: The output of the last sublayer, [s, b, h]; `None` at the start of a part of the
-            model, or if dropout has already added it.
+            model, or if it has already been added.
         fused_amax: The object that passes the amax of the update's gradient, in the backward pass,
             to the layer that computed the update. `None` if that layer does not need it.
     """

@@ -77,7 +77,8 @@ class InitPlan:
             fan_in: Number of inputs of the whole matrix.
             fan_out: Number of outputs of the whole matrix.
             into_residual: Whether the output is added to the residual stream. If so, the standard
-                deviation is divided by the square root of the number of such outputs (GPT-2).
+                deviation of the normal distribution is divided by the square root of the number of
+                such outputs (GPT-2).
         """
         if self.xavier:
             return Init("uniform", math.sqrt(6 / (fan_in + fan_out)))

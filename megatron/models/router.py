@@ -48,7 +48,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """A linear layer in fp32 that scores the experts for each token.
+    """A linear layer that scores the experts for each token, in fp32 or, without gradients, fp64.
 
     An adapter changes the router's weight before the product, as in PEFT.
 

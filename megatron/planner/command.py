@@ -193,7 +193,8 @@ def check(options: argparse.Namespace) -> None:
     """Check the values and files on the command line.
 
     Raises:
-        ConfigError: A value is out of range, or an output file already exists.
+        ConfigError: A value is out of range, a flag does not apply to a prediction alone, --draw
+            has an unsupported file name, or an output file already exists.
     """
     problems = [
         f"--{name.replace('_', '-')} {getattr(options, name):g}: must be above 0"
@@ -230,7 +231,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def predicts_only(options: argparse.Namespace) -> bool:
-    """Return whether --memory or --time has no value, which asks for a prediction only."""
+    """Return whether --memory or --time has no number, which asks for a prediction only."""
     return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
 
 
@@ -531,7 +532,10 @@ def show_timeline(
 ) -> None:
     """Print the timeline of a layout, and draw it if requested.
 
-    Nothing is printed without a pipeline or for more than `_MAX_DRAWN_STAGES` stages.
+    No timeline is printed without a pipeline or for more than `_MAX_DRAWN_STAGES` stages.
+
+    Raises:
+        StorageError: The drawing cannot be written.
     """
     pipeline, counts, costs = pipeline_of(plan.config, network, request.gpus, request.machine)
     micro_batches = min(pipeline.micro_batches, _DRAWN * pipeline.stages)

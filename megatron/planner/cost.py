@@ -454,7 +454,7 @@ def head_passes(plan: ModelPlan, setting: Setting) -> PassTimes:
 
 
 def stage_message(config: RunConfig, plan: ModelPlan, machine: Machine, world_size: int) -> float:
-    """Return the time of a message from a pipeline stage to the next one."""
+    """Return the time of a message from a pipeline stage to the next one; 0 with one stage."""
     parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
     if stages == 1:
         return 0.0

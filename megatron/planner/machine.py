@@ -172,7 +172,8 @@ def find_machine(name: str) -> Machine:
 def read_machine(path: Path, start: Machine) -> Machine:
     """Return `start` with its rates replaced by those that `tools/benchmark.py --ceilings` wrote.
 
-    The file may also contain fields of `Machine`, which replace those of `start`.
+    The file may also contain fields of `Machine` except `experts_in_fp8`, which replace those of
+    `start`.
 
     Raises:
         DataError: The file cannot be read, contains no such rates, or has an invalid value.

@@ -186,8 +186,9 @@ def largest_expert_message(config: RunConfig, plan: ModelPlan, layout: Layout) -
     """Return the size in bytes of the largest message between expert-parallel ranks.
 
     If every rank sends all its tokens to all other ranks, a message contains their hidden states.
-    The size is 0 if each rank receives only the tokens routed to its experts, or if micro-batches
-    are halved to overlap messages with computation (--overlap-moe-expert-parallel-comm).
+    The size is 0 without expert parallelism, if each rank receives only the tokens routed to its
+    experts, or if micro-batches are halved to overlap messages with computation
+    (--overlap-moe-expert-parallel-comm).
 
     Args:
         config: The run's configuration.
@@ -215,7 +216,10 @@ def exchange_bytes(config: RunConfig, plan: ModelPlan, layout: Layout) -> int:
 
 
 def micro_batch(config: RunConfig, layout: Layout) -> MicroBatch:
-    """Return a GPT's micro-batch on the process at `layout`, with one sequence per sample."""
+    """Return the micro-batch on the process at `layout`, with one sequence per sample.
+
+    With a decoder, the length is that of the decoder's sequences.
+    """
     return MicroBatch(
         sequences=config.training.micro_batch_size,
         length=config.data.decoder_seq_length or config.data.seq_length,

@@ -153,7 +153,10 @@ class Search:
     _fits: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def best(self, count: int) -> list[Plan]:
-        """Return the fastest layouts that fit, fastest first.
+        """Return at most `count` of the fastest layouts that fit, fastest first.
+
+        The layouts that are left out are counted in `dropped`, and the rules that refused them in
+        `problems`.
 
         Candidates are simulated in the order of their bounds, until no other candidate can be among
         the best.
@@ -276,7 +279,7 @@ class Search:
 
 
 def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:
-    """Add the plan of a teacher, which has the same vocabulary, to a network's plan."""
+    """Add the plan of a teacher, if there is one, with the same vocabulary, to a network's plan."""
     if teacher is None:
         return plan
     return replace(plan, teacher=model_plan(teacher, plan.embedding.vocabulary))

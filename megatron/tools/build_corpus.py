@@ -168,6 +168,8 @@ def plan_from_options(options: argparse.Namespace) -> Any:
 def run(options: argparse.Namespace) -> None:
     """Build the corpus and print the report, or only print the plan with --print-plan.
 
+    With SLURM, only submit the jobs that build the corpus.
+
     Raises:
         UserError: A flag or the input is invalid, or the output cannot be written.
     """

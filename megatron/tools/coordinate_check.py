@@ -78,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
         1.
 
     Raises:
-        ConfigError: A flag is out of range.
+        UserError: A flag is wrong, results of an earlier check exist (without --overwrite), or the
+            results cannot be written.
     """
     _check_options(options)
     folder: Path = options.output
@@ -186,6 +187,8 @@ def changes_after(config: RunConfig, steps: int) -> Changes:
 
 def activations(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """Return the outputs of the embedding, of each sublayer and of the output layer in fp32.
+
+    The model is left in evaluation mode.
 
     Args:
         model: The whole model.

@@ -106,7 +106,8 @@ def check_input(source: Path) -> None:
     """Check the whole input, before anything is written or moved.
 
     Raises:
-        DataError: A line is invalid, or there are fewer than two documents.
+        DataError: The file cannot be read, a line is invalid, or there are fewer than two
+            documents.
     """
     from megatron.data.text_input import find_inputs, parse_block, read_blocks
 
@@ -122,7 +123,8 @@ def check_input(source: Path) -> None:
 def open_folder(out: Path, settings: Mapping[str, Any], *, overwrite: bool) -> None:
     """Create the folder `out`, and rename the folder of an earlier run with the same settings.
 
-    With `overwrite`, remove the files of an earlier demo from the folder instead.
+    With `overwrite`, remove the files of an earlier demo from the folder instead. The settings are
+    recorded in the folder.
 
     Raises:
         ConfigError: `out` contains anything else, and `overwrite` is false.

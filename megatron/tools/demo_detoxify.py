@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> None:
     """Run all steps of the demo.
 
     Raises:
-        ConfigError: The folder is not empty, or the package transformers is not installed.
+        ConfigError: The folder is not empty (with --overwrite, it may contain an earlier demo), or
+            the package transformers is not installed.
         StorageError: The folder cannot be written.
     """
     start = time.perf_counter()

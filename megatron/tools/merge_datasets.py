@@ -117,8 +117,8 @@ def run(options: argparse.Namespace) -> None:
     """Join the datasets.
 
     Raises:
-        UserError: A dataset is damaged or has ids of a different type, or the output cannot be
-            written.
+        UserError: A flag is invalid, a dataset is damaged or has ids of a different type, or the
+            output exists or cannot be written.
     """
     from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 

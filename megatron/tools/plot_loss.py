@@ -232,9 +232,10 @@ def run(options: argparse.Namespace) -> None:
     """Read the metrics and write the picture.
 
     Raises:
-        ConfigError: The picture exists, its name has an unknown extension, or --compare or
-            --entropy is invalid.
-        DataError: The metrics file cannot be read.
+        ConfigError: The picture exists, its name has an unknown extension, or flags are invalid or
+            exclude each other.
+        DataError: A metrics file cannot be read or lacks the curve.
+        StorageError: The picture cannot be written.
     """
     if (options.metrics is None) == (options.compare is None):
         raise ConfigError(

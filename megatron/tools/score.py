@@ -27,7 +27,9 @@ Rewards = dict[str, float]
 
 
 def run(options: argparse.Namespace) -> None:
-    """Score each line, and print on stderr how often the chosen answer has the higher reward.
+    """Score each line and write the rewards to --output or standard output.
+
+    For pairs, also print on stderr how often the chosen answer has the higher reward.
 
     Raises:
         UserError: There is no reward model, a line is invalid, or the output exists or cannot be

@@ -131,7 +131,8 @@ class Corpus(NamedTuple):
         counts: A text with the numbers of documents, sequences and tokens, and their dtype. Empty
             if the file format does not provide them.
         lengths: The number of tokens in each document, `[documents]`, or `None` if the file format
-            does not provide them. Statistics then cover only the beginning of the data.
+            does not provide them. Statistics then cover only the documents that begin within the
+            first `_MAX_COUNTED_TOKENS` tokens.
     """
 
     name: str

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     """Print one answer if a prompt is given or piped in. Otherwise, start a session.
 
     Raises:
-        UserError: The server cannot be reached, or refuses the request.
+        UserError: A flag is invalid, or the server cannot be reached or refuses the request.
     """
     if options.system is not None and not options.chat:
         raise UserError("--system requires --chat: give both, or neither")
@@ -118,8 +118,8 @@ class Server:
             body: Body of the request.
 
         Raises:
-            UserError: The server cannot be reached, or refuses the request. The message of a
-                refusal is the server's.
+            UserError: A text in the body is not UTF-8 or a number is not finite, or the server
+                cannot be reached or refuses the request. The message of a refusal is the server's.
         """
         with self._response("POST", path, _encode(body)) as response:
             yield from _objects(response)
@@ -233,7 +233,13 @@ class ChatSession:
         self._messages = list(self._start)
 
     def answer(self, text: str) -> None:
-        """Send a text, and print the answer as it arrives."""
+        """Send a text, and print the answer as it arrives.
+
+        In a chat, add both to the conversation once the answer is complete.
+
+        Raises:
+            UserError: The text cannot be sent, or the server cannot be reached or refuses it.
+        """
         message = {"role": "user", "content": text}
         path, body = "/v1/completions", {"prompt": text, **self._sampling()}
         if self._chat:
@@ -457,6 +463,8 @@ def chat(args: Sequence[str]) -> int:
 @contextlib.contextmanager
 def serving(checkpoints: Path, adapters: Sequence[str] = ()) -> Iterator[str]:
     """Serve a checkpoint to this machine only, and yield the address of the server.
+
+    The server ends with the context.
 
     Args:
         checkpoints: The folder of checkpoints.

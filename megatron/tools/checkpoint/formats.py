@@ -198,8 +198,12 @@ def _wrong_loader(options: argparse.Namespace, path: Path, kind: str) -> Checkpo
 def load_checkpoint(options: argparse.Namespace) -> SourceModel:
     """Open the newest checkpoint in --load-dir: native, Megatron-LM, Megatron Core or DeepSpeed.
 
+    The reader merges adapters into the weights, except for --saver peft. With
+    --load-averaged-weights it reads the averages of the weights.
+
     Raises:
-        CheckpointError: The folder has no checkpoint, or its format needs a different --loader.
+        CheckpointError: The folder has no checkpoint, the checkpoint cannot be read or converted,
+            or its format needs a different --loader.
     """
     folder = options.load_dir
     reader = None
@@ -290,7 +294,10 @@ def save_native(source: SourceModel, options: argparse.Namespace, check: Check) 
 
 
 def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or like the source."""
+    """Write a Megatron-LM 23.08 checkpoint, split as the flags specify or like the source.
+
+    Return the checkpoint's path.
+    """
     source_sizes = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     config = replace(
         source.config, parallel=target_parallel_config(source_sizes, source.config.model, options)
@@ -335,7 +342,10 @@ def _listed_entries(given: TokenizerConfig) -> int | None:
 
 
 def save_core(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a Megatron Core checkpoint with the source run's optimizer settings and layout."""
+    """Write a Megatron Core checkpoint with the source run's optimizer settings and layout.
+
+    Return the checkpoint's path.
+    """
     source_sizes = source.reader.meta.get("legacy_args") or vars(source.config.parallel)
     sizes = ("tensor", "pipeline", "expert")
     names = [f"{size}_model_parallel_size" for size in sizes] + ["use_distributed_optimizer"]
@@ -363,7 +373,8 @@ def target_parallel_config(
         options: The options of `util.py`.
 
     Raises:
-        ConfigError: The heads cannot be divided among the ranks, or the layers among the stages.
+        ConfigError: The heads cannot be divided among the ranks, or the layers among the stages,
+            or a split rank is given for a model other than T5.
     """
     split = options.target_pipeline_parallel_split_rank
     if split is not None and not model.decoder_layers:
@@ -556,7 +567,7 @@ def _add_chat(companions: dict[str, bytes], config: TokenizerConfig) -> None:
 
 
 def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write the adapters, and a reward model's head, in PEFT's format.
+    """Write the adapters, and a reward model's head, in PEFT's format, and return the folder.
 
     Raises:
         CheckpointError: The model has no adapters or is not a GPT.
