@@ -154,8 +154,8 @@ def dump(manifest: Manifest) -> bytes:
     """Return the bytes of manifest.json.
 
     Raises:
-        ValueError: The metadata cannot be written as JSON, for example because it contains NaN or
-            infinity.
+        ValueError: The metadata contains NaN or infinity.
+        TypeError: The metadata contains a value of a type that JSON lacks.
     """
     tensors = {
         name: {**tensor._asdict(), "pieces": [piece._asdict() for piece in tensor.pieces]}
@@ -209,7 +209,8 @@ def validate(kind: Any, text: bytes) -> Any:
     """Parse JSON text into a value of this type, checking every annotation strictly.
 
     Raises:
-        ManifestError: A value has the wrong type or is out of range. The message names the first.
+        ManifestError: The text is not JSON, or a value is missing, has the wrong type or is out of
+            range. The message names the first.
     """
     from pydantic import ValidationError
 

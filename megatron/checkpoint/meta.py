@@ -149,7 +149,7 @@ def check_meta(reader: Reader) -> None:
 
     Raises:
         CheckpointError: A value is missing, has the wrong type, is out of range, or contradicts the
-            checkpoint's tensors.
+            checkpoint's tensors or iteration; or the stored configuration has an invalid setting.
     """
     try:
         text = json.dumps({"meta": reader.meta}).encode()  # messages begin with "meta."

@@ -1,10 +1,10 @@
 """Frequent checkpoints on the machines' own disks or in their memory, or in a shared folder.
 
 A machine may be lost together with its folder. Each machine's checkpoint folder therefore contains
-the files of its own ranks, copies of some other ranks' files, and the manifest of the whole
-checkpoint. The files have digests, as in every native checkpoint. When a run starts, the processes
-exchange lists of the files that they have. The newest checkpoint whose files all exist, each on
-at least one machine, is completed on all machines and then read like any other.
+the files of its own ranks, with --replication also copies of some other ranks' files, and the
+manifest of the whole checkpoint. The files have digests, as in every native checkpoint. When a run
+starts, the processes exchange lists of the files that they have. The newest checkpoint whose files
+all exist, each on at least one machine, is completed on all machines and then read like any other.
 
     DIR/iter_0000120/manifest.json            the manifest of the whole checkpoint
     DIR/iter_0000120/rank_00003.safetensors   the file of a rank on this machine, or a copy
@@ -48,9 +48,11 @@ class NonPersistentStore:
 
     Args:
         root: This process's folder for these checkpoints, created if it is missing.
-        run: The run's identity. Checkpoints of other runs are not touched.
+        run: The run's identity. Checkpoints of other runs are never opened, but a save may delete
+            or replace those in `root`.
         layout: The layout of the ranks that take part.
-        copies: The number of folders in which each file is stored, including the rank's own.
+        copies: The number of folders in which each file is stored, including the rank's own. A copy
+            is left out if it would go to the rank's own folder.
         jump: The distance in ranks from a rank to the one that stores its copy. `None` uses the
             number of ranks that share a folder, which puts the copy into the next folder.
         is_shared: Whether all ranks use the same folder, on all machines.
@@ -90,8 +92,11 @@ class NonPersistentStore:
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, and return its folder on this machine.
 
+        Of the checkpoints in the folder up to this iteration, only the newest two are kept.
+
         Raises:
-            StorageError: Raised on every rank if any rank cannot write. Nothing is published.
+            StorageError: Raised on every rank if any rank cannot write. Nothing is published,
+                unless some machines failed only to publish what they had written.
         """
         exchange, name = self._exchange, iteration_folder(snapshot.iteration)
         final = self.root / name
@@ -178,7 +183,7 @@ class NonPersistentStore:
         return failure
 
     def open_newest(self, after: int) -> NativeReader | None:
-        """Open the newest intact checkpoint of an iteration after `after`, or return None.
+        """Open the run's newest intact checkpoint after iteration `after`, or return None.
 
         Files that a machine lacks are copied to it, and all files are verified. Checkpoints that
         cannot be used are skipped with a warning.
@@ -214,7 +219,10 @@ class NonPersistentStore:
         return None
 
     def delete_after(self, iteration: int) -> None:
-        """Delete the checkpoints of later iterations, which the run is about to repeat."""
+        """Delete the run's checkpoints of later iterations, which it is about to repeat.
+
+        Files that interrupted saves left behind are deleted, too.
+        """
         if self._is_leader:
             with suppress(OSError):
                 remove_leftovers(self.root)

@@ -105,7 +105,8 @@ class Reader(ABC):
             global_shape: The shape that the whole tensor must have. None accepts any.
 
         Raises:
-            CheckpointError: There is no such tensor, or the whole tensor has a different shape.
+            CheckpointError: There is no such tensor, the whole tensor has a different shape, or a
+                file proves to be damaged.
         """
         shape = self.global_shape(name)
         if global_shape not in (None, shape):
@@ -144,7 +145,8 @@ class NativeReader(Reader):
     """A checkpoint that `store.write_checkpoint` wrote.
 
     Opening it checks the manifest and the file sizes; `verify` checks every byte. While the reader
-    exists, no other job's `--keep-latest` deletes the checkpoint.
+    exists, no other job's `--keep-latest` or `--save-retain-interval` deletes the checkpoint,
+    unless the file system lacks locks.
     """
 
     format = "native"
@@ -189,8 +191,10 @@ class NativeReader(Reader):
                 always verified.
 
         Raises:
-            CheckpointError: The bytes of a tensor have changed, or its position, shape or dtype in
-                a file differs from the manifest. The message names the file and the tensor.
+            CheckpointError: The bytes of a tensor or header have changed, the tensors in a file
+                (their names, positions, shapes or dtypes) differ from the manifest, or a file was
+                replaced or cannot be read. The message names the file and, if there is one, the
+                tensor.
         """
         files, tensors = self.manifest.files, self.manifest.tensors
         placements: dict[str, dict[str, Placement]] = {file: {} for file in files}
@@ -408,7 +412,8 @@ def restore(
 
     Raises:
         CheckpointError: Tensors are missing or unexpected, or have a different shape or dtype. The
-            message lists them, and nothing has been changed.
+            message lists up to `SHOWN` of them, and nothing has been changed. The error is also
+            raised if a file proves to be damaged later, when some tensors may have been filled.
     """
     problems = find_problems(
         reader, entries, prefixes=prefixes, cast=cast, cast_prefixes=cast_prefixes

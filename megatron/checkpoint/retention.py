@@ -7,9 +7,10 @@ deleted, so that an incomplete one never has a checkpoint's name. On a file syst
 readers cannot be detected.
 
 Megatron-LM overwrites the files of an iteration one by one, in place, and does not look at
-`complete`. The file `complete` therefore lists every file that we wrote, with a digest of its zip
+`complete`. The file `complete` therefore lists the files that we wrote, with a digest of their zip
 directory, which contains the size and the CRC-32 of each record. This detects an overwritten file
-without reading all of it.
+without reading all of it. In a `.distcp` file, which consists of several zips, the directory is
+that of the last one. `.metadata` has a digest of all its bytes, and `metadata.json` is not listed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _LOCKED = {"native": MANIFEST, "legacy": COMPLETE, "core": COMPLETE}  # the file to lock, by format
 _LOCK_IS_TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
-_INDEX = ".metadata"  # the only one of Megatron Core's files that does not end in a zip
+_INDEX = ".metadata"  # the only listed file of Megatron Core that does not end in a zip
 _FILES = ("mp_rank_*/*.pt", "*.pt", "__*.distcp", _INDEX)
 _NOTE = (
     "All files that this program wrote. --keep-latest may delete them if they have not changed "
@@ -91,10 +92,11 @@ def lock_for_reading(folder: Path, kind: str = "native") -> int:
 
     Args:
         folder: The checkpoint's folder.
-        kind: Its format, as in `CheckpointFolder`.
+        kind: Its format: "native", "legacy" or "core".
 
     Raises:
-        CheckpointError: The checkpoint is being deleted.
+        CheckpointError: The checkpoint is being deleted, or the file that serves as the lock is not
+            a regular file.
         OSError: The file that serves as the lock cannot be opened.
     """
     descriptor = open_descriptor(folder / _LOCKED[kind])
@@ -110,7 +112,7 @@ def lock_if_listed(reader: Reader, kind: str) -> None:
 
     Args:
         reader: The reader, whose `path` is set.
-        kind: The format, as in `CheckpointFolder`.
+        kind: The format: "legacy" or "core".
 
     Raises:
         CheckpointError: The checkpoint is being deleted, mixes files from two saves, or cannot be
@@ -145,7 +147,7 @@ def prune(
         The folders that were deleted.
 
     Raises:
-        OSError: A checkpoint could not be deleted; the remaining ones are complete.
+        OSError: A checkpoint could not be read or deleted; the remaining ones are complete.
         CheckpointError: The folder cannot be listed.
     """
     assert keep.latest is None or keep.latest >= 1
@@ -206,12 +208,12 @@ def list_files(folder: Path) -> bytes:
 def is_as_listed(folder: Path) -> bool:
     """Return whether the files in a folder are exactly those that `complete` lists.
 
-    Return False if there is no list, or if another program has rewritten all of the files.
+    Return False if there is no readable list, or if another program has rewritten all of the files.
 
     Raises:
-        CheckpointError: Another program has rewritten or removed some of the files, so they belong
-            to two saves.
-        OSError: A file cannot be read.
+        CheckpointError: Another program has rewritten, added or removed some of the files, so they
+            belong to two saves; or one of the paths is not a regular file.
+        OSError: A file other than `complete` cannot be read.
     """
     try:
         with open_plain(folder / COMPLETE) as file:
@@ -241,7 +243,8 @@ def is_as_listed(folder: Path) -> bool:
 def _digests(folder: Path) -> dict[str, str]:
     """Return the digest of each file's zip directory (of `.metadata`, of the whole file), by path.
 
-    The digest is "" for links and for incomplete files, which have no zip directory.
+    The directory of a file with several zips is that of the last one. The digest is "" for links
+    and for incomplete files, which have no zip directory.
     """
     digests = {}
     for path in (path for pattern in _FILES for path in folder.glob(pattern)):

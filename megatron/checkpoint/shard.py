@@ -132,7 +132,8 @@ def write_shard(
         threads: Number of tensors written at a time.
 
     Raises:
-        OSError: Writing failed in one of the threads, so the file is incomplete.
+        OSError: The file exists, or writing failed in one of the threads, so the file is
+            incomplete.
     """
     # Write the largest tensors first, so that the threads finish at about the same time.
     order = sorted(placements, key=lambda name: -placements[name].size)

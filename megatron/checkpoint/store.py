@@ -78,7 +78,8 @@ class Snapshot:
             layout: The layout of the ranks that take part.
 
         Raises:
-            ValueError: The ranks' entries do not tile the tensors, or disagree on a dtype or shape.
+            ValueError: The ranks' entries do not tile the tensors, or disagree on a dtype or shape;
+                or safetensors has no such dtype.
         """
         plan = plan_save(entries, layout)
         return cls(iteration, plan, share_of(plan, entries, layout.world.rank), meta, layout)
@@ -92,7 +93,8 @@ def plan_save(entries: State, layout: Layout) -> SavePlan:
         layout: The layout of the ranks that take part.
 
     Raises:
-        ValueError: The ranks' entries do not tile the tensors, or disagree on a dtype or shape.
+        ValueError: The ranks' entries do not tile the tensors, or disagree on a dtype or shape; or
+            safetensors has no such dtype.
     """
     return make_plan(JsonExchange(layout.world).gather(describe(entries)))
 
@@ -118,9 +120,10 @@ def write_checkpoint(
             (`durable.check_unpublished`).
 
     Raises:
-        StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
-            tracker is unchanged, and temporary files are removed.
+        StorageError: Raised on every rank if any rank cannot write. Temporary files are removed and
+            the tracker is unchanged. Nothing is published, unless only the tracker's update failed.
         CheckpointError: The folder contains this iteration's checkpoint in another format.
+        Exception: Any error that `check` raises.
     """
     exchange, reports = JsonExchange(snapshot.layout.world), list[Json]()
 
@@ -144,11 +147,13 @@ def write_folder(
 ) -> Path:
     """Write a checkpoint in any format, following the protocol of this module. Collective.
 
+    An old checkpoint that cannot be deleted causes only a warning.
+
     Args:
         root: Folder of checkpoints, created if it is missing.
         folder: The name of the checkpoint's folder, `iter_0000100` or `release`.
         exchange: The ranks that take part.
-        size: Size of the folder in bytes.
+        size: Size of the folder in bytes, which must be free.
         fill: Function that writes and flushes files in a temporary folder. All ranks call it.
         last_file: The name of the file that rank 0 writes after all others, and a function that
             returns its content, given the temporary folder.
@@ -159,9 +164,10 @@ def write_folder(
         The path of the checkpoint's folder.
 
     Raises:
-        StorageError: A file cannot be written, or there is not enough space. Nothing is published,
-            and temporary files are removed.
+        StorageError: A file cannot be written, or there is not enough space. Temporary files are
+            removed. Nothing is published, unless only the tracker's update failed.
         CheckpointError: A native checkpoint would replace one in another format.
+        Exception: Any error that `check` raises.
     """
     root = Path(root).absolute()
     previous = find.read_tracker(root)[0] if exchange.is_main else None
@@ -218,7 +224,7 @@ def check_space(root: Path, size: int) -> None:
         size: The size of the checkpoint's tensors in bytes.
 
     Raises:
-        StorageError: There is not enough space.
+        StorageError: There is not enough space, or the folder does not exist.
     """
     with durable.storage_errors(root):
         free = shutil.disk_usage(root).free
@@ -313,7 +319,7 @@ def manifest_of(snapshot: Snapshot, reports: list[Json]) -> Manifest:
     """Return a checkpoint's manifest.
 
     Args:
-        snapshot: Any rank's share of the checkpoint.
+        snapshot: A rank's share of the checkpoint. Its metadata is stored.
         reports: The result of `write_files` on each rank, in rank order.
     """
     plan, layout = snapshot.plan, snapshot.layout
@@ -361,7 +367,8 @@ def state_of(reader: Reader, *, keep_optimizer: bool, averages: bool = False) ->
     Args:
         reader: The opened checkpoint.
         keep_optimizer: Also return the optimizer states and fp8 histories.
-        averages: Also return averages of the weights.
+        averages: Also return averages of the weights, and the snapshots from which they are
+            computed.
     """
     prefixes: tuple[str, ...] = (WEIGHTS, STATES, HISTORIES) if keep_optimizer else (WEIGHTS,)
     prefixes += (AVERAGES, SNAPSHOTS) if averages else ()

@@ -1,8 +1,9 @@
-"""Checks that checkpoint files are safe to read: regular files that no other user can change.
+"""Checks that checkpoint files are safe to read.
 
-Files of all formats are opened here. A FIFO or a device would make the reader wait forever. A link
-may point to files that a copy of the folder lacks. A file that another user owns or can write to
-may contain whatever that user wants.
+They must be regular files that this user or root owns and that are not world-writable. Files of all
+formats are opened here. A FIFO or a device would make the reader wait forever. A link may point to
+files that a copy of the folder lacks. A file that another user owns or can write to may contain
+whatever that user wants.
 
 A path may refer to a different file from one moment to the next, so every file is checked through
 its descriptor (`open_trusted`). In addition, `check_folder` checks all paths in a folder, to refuse
@@ -30,7 +31,8 @@ def open_descriptor(path: Path, *, follows: bool = False) -> int:
         follows: Follow a link to a regular file.
 
     Raises:
-        CheckpointError: The file is a link, a folder, a FIFO or a device.
+        CheckpointError: The file is a link (without `follows`), a folder, a FIFO, a socket or a
+            device.
         OSError: The file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
@@ -54,7 +56,8 @@ def open_plain(path: Path, *, follows: bool = False) -> BufferedReader:
         follows: Follow a link to a regular file.
 
     Raises:
-        CheckpointError: The file is a link, a folder, a FIFO or a device.
+        CheckpointError: The file is a link (without `follows`), a folder, a FIFO, a socket or a
+            device.
         OSError: The file cannot be opened.
     """
     return open(open_descriptor(path, follows=follows), "rb")
@@ -92,8 +95,9 @@ def check_folder(folder: Path, *, allow_foreign: bool = False) -> None:
         allow_foreign: Accept any owner and mode, and a link to a path outside the parent folder.
 
     Raises:
-        CheckpointError: The folder is a link to a path outside its parent folder; or a path in it
-            is neither a regular file nor a folder, belongs to another user, or is world-writable.
+        CheckpointError: The folder is a link to a path outside its parent folder; a path in it is
+            neither a regular file nor a folder; or the folder or a path in it belongs to another
+            user, is world-writable, or cannot be read.
     """
     try:
         if folder.is_symlink() and not allow_foreign:

@@ -97,12 +97,15 @@ _MIXER_FIELDS = {
 def core_config(args: Mapping[str, Json], architecture: str = "gpt") -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
+    The result also has `split_rounding` and `transformer_impl`, if they are known.
+
     Args:
         args: Core's command line.
         architecture: The kind of network (`ModelConfig.architecture`).
 
     Raises:
-        CheckpointError: The network has a feature that our networks lack.
+        CheckpointError: The network has a feature that our networks lack, or one of its settings is
+            invalid.
     """
     refuse_unknown(args, _NEUTRAL)
     if args.get("no_rope_freq") is not None:  # Core also applies the L2 norm without RoPE
@@ -190,10 +193,10 @@ def _hybrid(args: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _latent(args: Mapping[str, Json]) -> dict[str, Json]:
-    """Return our flags for latent attention, or {} for other attention.
+    """Return our flags for latent attention, or those for YaRN (`_yarn`) in other attention.
 
-    Its rotary embeddings are YaRN's unless --rope-type was given. With Core's default scaling
-    factor and mscale values, YaRN changes nothing.
+    With latent attention, rotary embeddings are YaRN's unless --rope-type rope was given. With
+    Core's default scaling factor and mscale values, YaRN changes nothing.
 
     Args:
         args: Core's command line.
@@ -258,6 +261,9 @@ def _windows(size: Json, limited: Json, args: Mapping[str, Json]) -> dict[str, J
         size: Core's `window_size`.
         limited: Core's `window_attn_skip_freq`, or `None`.
         args: Core's command line.
+
+    Raises:
+        CheckpointError: The size or the pattern of layers is invalid.
     """
     layers = args.get("num_layers")
     flags: dict[str, Any] = {"window_size": str(size).strip("[]()")}

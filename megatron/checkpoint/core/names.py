@@ -185,7 +185,7 @@ class NativeName(NamedTuple):
         prefix: "model." or "optimizer.".
         parameter: The native name of the parameter, without the prefix and the layer.
         suffix: "" for a parameter, or the kind of an optimizer state such as ".exp_avg".
-        layer: The index of the layer; `None` outside layers.
+        layer: The index of the layer, 0 if layers are stacked; `None` outside layers.
         is_stacked: Whether the first dimension of the tensor on disk is the layer.
         gate_dim: The dimension of our tensor that separates gate and up if the MLP is gated;
             `None` for other parameters.

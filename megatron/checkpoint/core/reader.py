@@ -82,7 +82,8 @@ class CoreReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused, or its format is not supported.
+            CheckpointError: A file is missing, damaged or refused, or its format or the network is
+                not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
         lock_if_listed(self, "core")
@@ -157,7 +158,8 @@ class CoreReader(Reader):
     ) -> dict[str, TensorMeta]:
         """Present each weight that Core keeps in fp32 as a rounded weight and its fp32 master.
 
-        The rounded weight has the dtype of the network's other weights.
+        The rounded weight has the dtype of the network's other weights. A weight without optimizer
+        states stays in fp32. The masters are added to the sources.
 
         Args:
             stored: The tensors, as they are stored.

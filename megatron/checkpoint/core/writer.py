@@ -97,8 +97,9 @@ class CoreSaver:
             folder: The checkpoint's name. Default: the name for its iteration.
 
         Raises:
-            StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
-                tracker is unchanged, and temporary files are removed.
+            StorageError: Raised on every rank if any rank cannot write. Temporary files are removed
+                and the tracker is unchanged. Nothing is published, unless only the tracker's update
+                failed.
             CheckpointError: Megatron Core does not support the network, the schedule or the
                 optimizer states (`CoreFiles`).
         """
@@ -130,7 +131,7 @@ def convert_to_core(
         check: A check to run on the checkpoint before it is published.
 
     Raises:
-        StorageError: The checkpoint cannot be written. Nothing is left behind.
+        StorageError: The checkpoint cannot be written.
         CheckpointError: Megatron Core does not support the network, the schedule or the optimizer
             states (`CoreFiles`), another job is saving into the folder, or the source is damaged.
     """
@@ -148,7 +149,8 @@ class CoreFiles:
     Attributes:
         config: The configuration of the checkpoint's run.
         snapshot: This rank's share of the checkpoint.
-        locations: The locations at which each of our tensors is stored, by native name.
+        locations: The locations at which each weight and optimizer state is stored, by native name.
+            There are none for a weight whose fp32 master is stored in its place.
     """
 
     def __init__(self, config: ModelRun, snapshot: Snapshot) -> None:
@@ -159,9 +161,10 @@ class CoreFiles:
             snapshot: This rank's share of the checkpoint.
 
         Raises:
-            CheckpointError: Megatron Core does not support the network, the saved schedule or an
-                optimizer state, its model lacks one of the parameters, or some layers lack
-                optimizer states.
+            CheckpointError: Megatron Core does not support the network (or not with this
+                --transformer-impl), the saved schedule or an optimizer state; its model lacks one
+                of the parameters; some layers lack optimizer states; or a 16-bit hybrid model has
+                an optimizer other than the distributed one.
         """
         self.config, self.snapshot = config, snapshot
         model, plan = config.model, snapshot.plan

@@ -30,7 +30,8 @@ def megatron_arguments(args: Mapping[str, Json]) -> dict[str, Json]:
     """Translate the arguments of a Megatron-DeepSpeed run to Megatron-LM's names.
 
     Raises:
-        CheckpointError: The network has a feature that our networks lack.
+        CheckpointError: The network has a feature that our networks lack, or the number of experts
+            or the interval of mixtures is invalid.
     """
     refuse_unknown(args, _NEUTRAL)
     result = {_RENAMED.get(name, name): value for name, value in args.items()}

@@ -106,8 +106,8 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> Files:
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: A file is damaged, refused or of an unknown kind, or a model-parallel rank
-            has no file.
+        CheckpointError: A file is damaged, refused or of an unknown kind, two files are of the same
+            rank, or a model-parallel rank has no file.
     """
     files, partitions = Files(), set[tuple[int, int]]()
     matches = sorted(path.glob("*_states.pt"))

@@ -83,7 +83,8 @@ class DeepSpeedReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused, or its format is not supported.
+            CheckpointError: A file is missing, damaged or refused, or its format or the network is
+                not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
         self._files = open_files(path, allow_foreign=allow_foreign)
@@ -474,7 +475,10 @@ class DeepSpeedReader(Reader):
         }
 
     def _loss_scale(self) -> dict[str, Json]:
-        """Return the state of a dynamic loss scale, or {} if there is none."""
+        """Return the state of a dynamic loss scale, or {} if there is none in the known format.
+
+        A run in fp16 without one adds a notice.
+        """
         if not self._args.get("fp16"):
             return {}
         tree = next(iter(self._files.states.values()), self._main).tree

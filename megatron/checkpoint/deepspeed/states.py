@@ -82,7 +82,8 @@ def read_partitions(
             files.
 
     Raises:
-        CheckpointError: Slices are missing or contradict each other.
+        CheckpointError: Slices are missing or contradict each other, or a kind of optimizer state
+            is not supported.
     """
     result = States()
     parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)
@@ -198,7 +199,8 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
         shapes: The shapes of the rank's parameters by name, in the order of `param_shapes`.
 
     Raises:
-        CheckpointError: Slices are missing or contradict each other.
+        CheckpointError: Slices are missing or contradict each other, or a kind of optimizer state
+            is not supported.
     """
     result = States()
     parts = defaultdict[tuple[str, str], list[tuple[TorchZip, TensorRef]]](list)
@@ -235,10 +237,11 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
 
 
 def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
-    """Return the states of an optimizer without ZeRO, in fp32.
+    """Return `exp_avg` and `exp_avg_sq` of an optimizer without ZeRO, in fp32.
 
-    Megatron-DeepSpeed numbers parameters by group: first those with weight decay, then the others.
-    With `--create-moe-param-group`, experts have two more groups, also with weight decay first.
+    They are zero for a parameter that has no state. Megatron-DeepSpeed numbers parameters by group:
+    first those with weight decay, then the others. With `--create-moe-param-group`, experts have
+    two more groups, also with weight decay first.
 
     Args:
         file: The file.
@@ -249,7 +252,8 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
         The states, or `None` if they have a different format.
 
     Raises:
-        CheckpointError: The states do not match the parameters.
+        CheckpointError: The states do not match the parameters, or a kind of state is not
+            supported.
     """
     state = tree.get("state") if isinstance(tree, dict) else None
     groups = tree.get("param_groups") if isinstance(tree, dict) else None

@@ -43,9 +43,10 @@ _OTHER_FIELDS = {
 
 
 def plain_arguments(args: Any) -> dict[str, Json]:
-    """Return the fields of a Namespace that are scalars or flat lists.
+    """Return the fields of a Namespace that are scalars, enum members (as text) or flat lists.
 
-    Nested lists are left out, because a small pickle can encode an endless tree.
+    Nested lists are left out, because a small pickle can encode an endless tree. So are lists of
+    more than `_MAX_LIST` items.
 
     Args:
         args: The value of `args` in a file. The result is {} if it is None.
@@ -80,7 +81,8 @@ def refuse_unknown(args: Mapping[str, Json], neutral: Mapping[str, tuple[Json, .
 
     Args:
         args: The arguments by name.
-        neutral: The accepted values of each argument, which leave the feature off.
+        neutral: The accepted values of each argument: those that leave the feature off or that this
+            program supports.
 
     Raises:
         CheckpointError: An argument has a different value.
@@ -109,7 +111,8 @@ def legacy_run_settings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
 def legacy_config(args: Mapping[str, Json], architecture: str) -> dict[str, dict[str, Json]]:
     """Return the settings of the network and the optimizer, by section of `RunOptions`.
 
-    Fields that the file's version did not have are left out, so their defaults apply.
+    The result also says how --split was rounded, if that is known. Fields that the file's version
+    did not have are left out, so their defaults apply.
 
     Args:
         args: The command line in the file.
@@ -193,6 +196,7 @@ def megatron_meta(
         config: The settings of the network and the optimizer, by section of `RunOptions`.
         optimizer: The optimizer's step count and loss scale; `None` if its state is not available.
         schedule: The schedules in the checkpoint, under the names of the program that wrote it.
+            Only scalar values are kept.
 
     Raises:
         CheckpointError: The arguments do not say how many samples were seen.

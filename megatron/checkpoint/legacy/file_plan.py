@@ -95,8 +95,8 @@ def plan_files(
         arrangement: The row order and the splits of parameters in the files.
 
     Raises:
-        CheckpointError: Megatron's model lacks a parameter, or the parameters or layers cannot be
-            split this way.
+        CheckpointError: Megatron's model lacks a parameter, has biases that this one lacks, or its
+            parameters or layers cannot be split this way.
     """
     encoder = sum(_ENCODER_LAYER.fullmatch(name) is not None for name in shapes)  # 0 if not a T5
     _check(shapes, parts, split.pipeline_model_parallel_size, encoder)

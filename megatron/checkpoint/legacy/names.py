@@ -148,7 +148,7 @@ class Parameter:
     """A parameter in a file.
 
     Attributes:
-        name: The native name; None for the last stage's copy of tied word embeddings.
+        name: The native name; None for a later stage's copy of an embedding.
         tensor: Reference to the values.
         is_decayed: Whether Megatron applies weight decay to the parameter.
         expert: The index of the expert in the file, if the parameter belongs to an expert.
@@ -178,7 +178,7 @@ def architecture_of(models: Iterable[Any]) -> str:
     """Return the `ModelConfig.architecture` of the network that these trees describe.
 
     Raises:
-        CheckpointError: The network is a T5 of Megatron Core, which is not supported.
+        CheckpointError: The network is a T5 of Megatron Core or of another unsupported kind.
     """
     trees = [model for model in models if isinstance(model, dict)]
     stacks = {str(key).partition(".")[0] for model in trees if is_core(model) for key in model}
@@ -214,7 +214,8 @@ def list_parameters(
             copies.
 
     Raises:
-        CheckpointError: The kind of network is not supported, or the name of a tensor is unknown.
+        CheckpointError: The kind of network is not supported, the name of a tensor is unknown, or
+            an entry is not a tensor.
     """
     parameters: list[Parameter] = []
     if towers := towers_of(model):
@@ -439,7 +440,11 @@ class Arrangement:
     gated: bool
 
     def arrange(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert a tensor-parallel shard of a parameter or optimizer state to our order."""
+        """Convert a tensor-parallel shard of a parameter or optimizer state to our order.
+
+        Raises:
+            RuntimeError: The rows cannot be divided among the heads, or among gate and up.
+        """
         if ".attention.qkv." in name and self.version < 2:
             return self._rows_by_head(tensor, 3)
         if ".cross_attention.key_value." in name and self.version < 2:
@@ -449,7 +454,7 @@ class Arrangement:
         return tensor
 
     def flatten(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Undo `arrange` for version 2.0 and later."""
+        """Undo `arrange` for version 2.0 and later. Experts are not supported."""
         assert self.version >= 2, self.version
         return tensor.flatten(0, 1) if ".mlp.up." in name and self.gated else tensor
 

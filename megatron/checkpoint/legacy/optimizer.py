@@ -83,10 +83,12 @@ def read_optimizers(optimizer: Any, parameters: Sequence[Parameter]) -> Optimize
         parameters: The parameters in the file, in the model's order.
 
     Returns:
-        The states, or None if they are in another file or were not saved.
+        The states, or None if they are in another file or were not saved, or if a list does not
+        have two optimizers.
 
     Raises:
-        CheckpointError: The number or the shapes of states do not match the parameters.
+        CheckpointError: The number or the shapes of states do not match the parameters, or a kind
+            of state or parameter group is not supported.
     """
     parameters = [
         parameter for parameter in parameters if not str(parameter.name).endswith("expert_bias")
@@ -109,7 +111,8 @@ def read_optimizer(optimizer: Any, parameters: Sequence[Parameter]) -> Optimizer
     """Return the states in a single `optimizer`, or None if they are elsewhere or were not saved.
 
     Raises:
-        CheckpointError: The number or the shapes of states do not match the parameters.
+        CheckpointError: The number or the shapes of states do not match the parameters, or a kind
+            of state or parameter group is not supported.
     """
     if not isinstance(optimizer, dict):
         return None
@@ -175,7 +178,8 @@ def read_distributed(
         chunks: The parameters of each virtual stage, in the model's order.
 
     Raises:
-        CheckpointError: Flat tensors are missing, or their lengths do not match the parameters.
+        CheckpointError: Flat tensors are missing, their lengths do not match the parameters, or a
+            virtual stage does not have gradients of exactly one dtype.
     """
     optimizer = optimizer if isinstance(optimizer, dict) else {}
     inner = optimizer.get("optimizer")

@@ -75,7 +75,8 @@ class LegacyReader(Reader):
             allow_foreign: Accept files owned by other users.
 
         Raises:
-            CheckpointError: A file is missing, damaged or refused, or its format is not supported.
+            CheckpointError: A file is missing, damaged or refused, or its format or the network is
+                not supported.
         """
         self.path, self.allow_foreign = path, allow_foreign
         lock_if_listed(self, "legacy")
@@ -121,7 +122,7 @@ class LegacyReader(Reader):
         )
 
     def _check_grid(self) -> None:
-        """Check that no folder is left over from a save with a different split."""
+        """Check that all folders belong to one split, with experts split like other layers."""
         ranks = self._tensor_size * self._expert_size
         sizes = (self._tensor_size, len(self._files) // ranks, self._expert_size)
         names = [f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")]

@@ -78,7 +78,7 @@ class TorchZip:
 
     Attributes:
         path: The file.
-        buffer: The whole file, mapped into memory.
+        buffer: The whole file, mapped into memory, or `window`.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class TorchZip:
             window: The bytes of the embedded file, if `path` has already been opened and checked.
 
         Raises:
-            CheckpointError: The file was not written by torch.save, is truncated or compressed, or
-                has record names that are paths out of the file's folder.
+            CheckpointError: The file cannot be opened, is refused (`open_trusted`), was not written
+                by torch.save, is truncated, compressed or big-endian, or has record names that
+                occur twice or are paths out of the file's folder.
         """
         self.path = path
         try:
@@ -219,7 +220,7 @@ class TorchZip:
         """Compare a record with its CRC-32.
 
         Raises:
-            CheckpointError: The record differs from its CRC-32.
+            CheckpointError: The record is missing or differs from its CRC-32.
         """
         data, crc = self.record(name), 0
         for position in range(0, len(data), _CHUNK):
@@ -419,8 +420,8 @@ def open_files(path: Path, *, allow_foreign: bool = False) -> list[RankFile]:
         allow_foreign: Accept files owned by other users.
 
     Raises:
-        CheckpointError: The grid is incomplete, or a file is damaged, refused or in an unsupported
-            format.
+        CheckpointError: The grid is incomplete, the files come from different saves, or a file is
+            damaged, refused or in an unsupported format.
     """
     files = []
     for folder in sorted(path.glob("mp_rank_*")):

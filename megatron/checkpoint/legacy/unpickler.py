@@ -153,7 +153,10 @@ class StateDict(dict[Any, Any]):
 
 
 class Array:
-    """A stand-in for a numpy array, without its content. Only random states are stored this way."""
+    """A stand-in for a numpy array, scalar or dtype, without its content.
+
+    Only random states are stored this way.
+    """
 
 
 def record_class(kind: str) -> Factory:

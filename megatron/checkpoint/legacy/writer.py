@@ -125,8 +125,9 @@ class LegacySaver:
             keep: Which older checkpoints to keep. None keeps all of them.
 
         Raises:
-            StorageError: Raised on every rank if any rank cannot write. Nothing is published, the
-                tracker is unchanged, and temporary files are removed.
+            StorageError: Raised on every rank if any rank cannot write. Temporary files are removed
+                and the tracker is unchanged. Nothing is published, unless only the tracker's update
+                failed.
             CheckpointError: Megatron does not support the network, its split, the schedule or an
                 optimizer state (`LegacyWriter`).
         """
@@ -166,7 +167,7 @@ def convert_to_legacy(
         check: A check to run on the checkpoint before it is published.
 
     Raises:
-        StorageError: The checkpoint cannot be written. Nothing is left behind.
+        StorageError: The checkpoint cannot be written.
         CheckpointError: Megatron does not support the network, its split, the schedule or an
             optimizer state (`LegacyWriter`), another job is saving into the folder, or the source
             is damaged.
