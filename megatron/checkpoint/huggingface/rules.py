@@ -52,7 +52,8 @@ def grouped(groups: int, heads: Sequence[int], *, is_fused: bool = False) -> Ten
 
     Args:
         groups: The number of groups, g.
-        heads: Heads per group in each Hugging Face tensor: n / g queries, one key, one value.
+        heads: Heads per group in each Hugging Face tensor, such as n / g queries, one key and one
+            value.
         is_fused: Whether the files store a single tensor [h, 3 n d] (or a bias [3 n d]) of all
             queries, then all keys, then all values, as GPT-2 does.
     """

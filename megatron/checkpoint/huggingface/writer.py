@@ -141,7 +141,8 @@ def write_folder(
     Args:
         folder: The folder, which must not exist or must be empty.
         export: The tensors to write.
-        companions: The content of additional files by name, including config.json.
+        companions: The content of additional files by name, including config.json or
+            adapter_config.json.
         max_shard_bytes: Maximum size of a shard in bytes, unless a single tensor is larger.
         check: A check to run on the folder before it is renamed (`durable.check_unpublished`).
 
