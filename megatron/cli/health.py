@@ -50,7 +50,10 @@ def _share(text: str) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Test the machines or show a hang, and return the exit code: 1 if a rank stands out."""
+    """Test the machines or show a hang, and return the exit code: 1 if a rank stands out.
+
+    Without a launcher, --processes 1 or --hang, this process is replaced with a launcher.
+    """
     options = build_parser().read(argv)
     if options.hang is not None:
         from megatron.processes.hang_files import hang_view

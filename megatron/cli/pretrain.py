@@ -1,8 +1,8 @@
 """`megatron pretrain`: start the script that trains a recipe's kind of network.
 
-The command first prints a command line that does the same without `megatron`, and then replaces
-this process with it: a script such as `pretrain_gpt.py` with the recipe as `--config`, under
-`megatron.processes.torchrun` if several processes train.
+Outside a launcher, the command first prints a command line that does the same without `megatron`.
+It then replaces this process with a script such as `pretrain_gpt.py` with the recipe as `--config`,
+under `megatron.processes.torchrun` if several processes train.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def pretrain(argv: Sequence[str]) -> int:
 
 
 def finetune(argv: Sequence[str]) -> int:
-    """Train a classifier for a task, or continue training a model, and return the exit code."""
+    """Train a classifier for a task, or replace this process with one that finetunes a model.
+
+    Returns:
+        The exit code of a task, or the one after --help or an error.
+    """
     names = {flag.name for flag in split(argv)}
     if "--task" in names or (argv and _is_task(argv[0])):
         from megatron.tasks.main import main
@@ -96,7 +100,8 @@ def _pretrain_small(flags: Sequence[ParsedFlag]) -> None:
     """Run the demo with the recipe's kind of network.
 
     Raises:
-        UserError: No recipe is named, or a flag is not accepted with --small.
+        UserError: No recipe or several are named, the recipe is missing or invalid, or a flag is
+            not accepted with --small.
     """
     from megatron.tools import demo
     from megatron.tools.demo_kinds import small_kind
@@ -143,6 +148,8 @@ def training_command(
 ) -> tuple[list[str], Path, list[str]]:
     """Return the command that `megatron pretrain` or `megatron finetune` runs.
 
+    With --gpus 0, this hides the machine's GPUs from this process and those that it starts.
+
     Args:
         argv: The arguments after `megatron pretrain` or `megatron finetune`.
         finetunes: Whether the command is `megatron finetune`.
@@ -152,7 +159,8 @@ def training_command(
         the script's flags.
 
     Raises:
-        UserError: The recipe, --gpus, or a flag for several processes is invalid.
+        UserError: The recipe, --gpus, or a flag for several processes is invalid, or the script is
+            not installed.
     """
     counts = [flag for flag in split(argv) if flag.name == "--gpus"]
     architecture, flags = catalog.as_script(argv)
@@ -178,7 +186,8 @@ def _processes(flag: ParsedFlag | None) -> int:
     """Return how many processes to start on this machine. --gpus 0 hides its GPUs from them.
 
     Raises:
-        ConfigError: --gpus is not a number, is more than this machine has, or has no effect.
+        ConfigError: --gpus is not a number, is more than the GPUs of a machine that has any, or is
+            given under a launcher.
     """
     if flag is None:
         return 1 if is_launched() else max(1, _gpus())

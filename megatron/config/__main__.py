@@ -27,7 +27,7 @@ KEYS_END = "<!-- end of keys -->"
 
 
 def insert_tables(document: str) -> str:
-    """Return the document with the current tables between its markers."""
+    """Return the document with the current tables between the markers that it contains."""
     for begin, end, tables in ((BEGIN, END, flag_tables), (KEYS_BEGIN, KEYS_END, key_tables)):
         before, _, rest = document.partition(begin)
         _, mark, after = rest.partition(end)

@@ -84,7 +84,7 @@ def is_adapter_parameter(name: str) -> bool:
 
 
 def plain_network(model: ModelConfig) -> ModelConfig:
-    """Return the configuration of the network without adapters."""
+    """Return the configuration of the network without the settings in `ADAPTER_FIELDS`."""
     return replace(model, **{name: getattr(AdapterOptions, name) for name in ADAPTER_FIELDS})
 
 

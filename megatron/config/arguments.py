@@ -29,7 +29,10 @@ class ParsedFlag:
 
 
 def split(argv: Sequence[str]) -> list[ParsedFlag]:
-    """Split `--lr 0.1 --fp16` into two flags, each with the values that follow it."""
+    """Split `--lr 0.1 --fp16` into two flags, each with the values that follow it.
+
+    Only `-h` and words that begin with two hyphens are flags.
+    """
     flags: list[ParsedFlag] = []
     for argument in argv:
         if argument.startswith("--"):
@@ -77,7 +80,7 @@ class ToolParser(argparse.ArgumentParser):
     A mistake ends the process like a `ConfigError`, without a usage line.
 
     Args:
-        prog: The tool's file.
+        prog: The tool's file or command.
         doc: A description of the tool.
         removed: Flags of Megatron's tool that this tool lacks, each with what to do instead.
         shows_defaults: Whether --help shows the defaults.
@@ -117,7 +120,7 @@ class ToolParser(argparse.ArgumentParser):
         self.add_argument(field.names[0], action="store_true", help=field.help)
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse a command line, by default this process's, and exit if it has mistakes.
+        """Parse a command line, by default this process's. Exit after a mistake or --help.
 
         Unknown flags are reported first, so that a misspelled required flag is not reported as
         missing.
@@ -182,7 +185,7 @@ def add_flags(parser: argparse.ArgumentParser, config_type: type, *, prefix: str
 def add_group(
     parser: argparse.ArgumentParser, title: str, fields: Iterable[Field], *, prefix: str = ""
 ) -> None:
-    """Add a help group with the flags of these fields.
+    """Add a help group with the flags of these fields. Fields without a flag are left out.
 
     Flags that are not given are absent from the namespace. `from_values` fills in defaults.
 
@@ -250,7 +253,10 @@ def prefix_problems(options: argparse.Namespace) -> list[str]:
 
 
 def from_values(config_type: type[Config], values_by_name: Mapping[str, Any]) -> Config:
-    """Return an instance of a dataclass from values by field name, with defaults for the others."""
+    """Return an instance of a dataclass from values by field name, with defaults for the others.
+
+    Names of other fields are ignored, and lists become tuples.
+    """
     kind: type = config_type
     names = [field.name for field in fields_of(kind) if field.name in values_by_name]
     values = {name: values_by_name[name] for name in names}

@@ -274,6 +274,8 @@ def rotary_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...
 def delta_net_layers(options: SelfAttentionOptions, layers: int) -> tuple[bool, ...]:
     """Return whether each layer has a gated delta net instead of attention.
 
+    No layer has one if either flag is missing.
+
     Args:
         options: The flags.
         layers: The number of layers of the model.

@@ -43,6 +43,8 @@ def requirements(
 ) -> Iterator[str]:
     """Yield a line for each flag whose requirement is not met or that is meant for other networks.
 
+    Values equal to a flag's default are accepted.
+
     Args:
         config: The resolved run.
         world_size: The number of processes.

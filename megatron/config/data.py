@@ -81,8 +81,8 @@ class TokenizerConfig:
     """Tokenizer.
 
     Attributes:
-        tokenizer_type: Tokenizer type. Default with --vocab-file: GPT2BPETokenizer for GPT,
-            BertWordPieceLowerCase for BERT and T5.
+        tokenizer_type: Tokenizer type. Default with --vocab-file: GPT2BPETokenizer for GPT and
+            Retro, otherwise BertWordPieceLowerCase.
         tokenizer_model: Tokenizer model file: SentencePiece .model, tokenizer.json (or its folder,
             or the name of a model in Hugging Face's cache), or tiktoken ranks.
         vocab_file: Vocabulary file (GPT-2 JSON or WordPiece text).

@@ -114,7 +114,7 @@ class DeepSpeedFile:
 
     Attributes:
         path: The file, or `None` if there is none.
-        values: The values by "section.field".
+        values: The values by "section.field", without those given on the command line.
         origins: The key that sets each of them, as shown in messages.
         accumulation_steps: The number of micro-batches per update on each process, or `None` if it
             is not given.
@@ -163,7 +163,7 @@ def read(path: Path, given: Mapping[str, Any], findings: Findings) -> DeepSpeedF
             translated or has no effect.
 
     Raises:
-        ConfigError: The file cannot be read, or is not strict JSON.
+        ConfigError: The file cannot be read, is too large, is not strict JSON, or has a key twice.
     """
     content, lines = _parse(path)
     sources = {key: f"{key} ({path}, line {line})" for key, line in lines.items()}

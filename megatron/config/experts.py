@@ -207,7 +207,7 @@ def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
 
     Raises:
         ValueError: `moe_layer_freq` is not a number, last-of-N or a pattern with one entry per
-            layer; or `num_experts` is neither one number nor one number per mixture layer.
+            layer; or `num_experts` has different numbers, but not one for each mixture layer.
     """
     counts = options.num_experts
     if not counts:

@@ -142,7 +142,7 @@ class Field:
 
     @functools.cached_property
     def off_names(self) -> tuple[str, ...]:
-        """Spellings that turn a switch off: Megatron's own, or the name after `--no-`."""
+        """Spellings that turn a switch off, if any: Megatron's own, or the name after `--no-`."""
         if self.info.off:
             return tuple(self.info.off.split())
         if self.names and self.is_switch and not self.name.startswith("no_"):
@@ -299,7 +299,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def from_text(field: Field, text: str) -> Any:
     """Parse a value as it is written on a command line.
 
-    A value that YAML sets can be unset with `none` or, if it is a string, with an empty string.
+    An optional single value that YAML sets can be unset with `none` or, if it is a string, with an
+    empty string. Bounds are not checked.
 
     Raises:
         ValueError: The message says what was expected.
@@ -360,7 +361,7 @@ def from_yaml(field: Field, value: Any) -> Any:
     """Read a field's value from YAML.
 
     YAML reads `1e-5` as text, and leaves list items such as blend weights as numbers. Both are
-    accepted.
+    accepted, and so is a single value in place of a list. Bounds are not checked.
 
     Raises:
         ValueError: The message says what was expected.

@@ -17,7 +17,7 @@ _MAX_SAMPLES = 10_000_000  # per file, because a file that is continued is read 
 
 
 def bounds_problems(config: Any) -> list[str]:
-    """Return a line for each value of a dataclass that is outside its field's bounds."""
+    """Return a line for each single value of a dataclass that is outside its field's bounds."""
     kind: type = type(config)
     pairs = ((field, getattr(config, field.name)) for field in fields_of(kind))
     return [

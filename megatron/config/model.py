@@ -272,8 +272,8 @@ class DenseOptions:
         """Name of the MLP's activation function, which is defined in `kernels.activation`.
 
         Flags are tried in Megatron's order of precedence. Megatron's default, the fused bias-GeLU,
-        uses the tanh approximation. Without fusion, and therefore without biases, Megatron computes
-        GeLU exactly.
+        uses the tanh approximation. Without fusion, for which biases are required, Megatron
+        computes GeLU exactly.
         """
         for name, is_on in (
             ("swiglu", self.swiglu),

@@ -20,7 +20,8 @@ An entry of `refused` or `accepted` says which values its flag takes:
     --name=a|b        one of these, the default first
     --name:int...     any number of values
 
-The file is read only when a command line contains a flag that belongs to no field.
+The file is read only when a command line contains a flag that belongs to no field, or one whose
+meaning has changed.
 """
 
 from __future__ import annotations
@@ -217,10 +218,12 @@ def translate(
 ) -> list[ParsedFlag]:
     """Return a command line with its old flags translated into current ones.
 
+    Implied flags are added, and old flags with their default value are dropped.
+
     Args:
         flags: The command line.
-        findings: The findings, to which a notice is added for each old flag, and a problem for each
-            flag that was removed.
+        findings: The findings, to which a notice is added for each translated flag, and a problem
+            for each flag that was removed, belongs to another program or has an invalid value.
         own_flags: Flags that only this program has, which are never treated as old.
     """
     table = other_flags()
@@ -292,7 +295,7 @@ def _without_single_expert(flags: list[ParsedFlag], findings: Findings) -> list[
 
 
 def explain(name: str, known: Mapping[str, Field]) -> tuple[str, str]:
-    """Return a line about an unknown flag, and the known flag that was probably meant, or "".
+    """Return a line about an unknown flag, and the flag that was probably meant, or "".
 
     Args:
         name: The flag as the user wrote it.

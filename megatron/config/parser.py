@@ -2,7 +2,8 @@
 
     translate old flags -> read values -> override YAML and defaults -> resolve -> check
 
-All mistakes found on the way are collected and raised as one `ConfigError`.
+The mistakes found on the way are collected and raised as one `ConfigError`. If a file or checkpoint
+cannot be read, nothing after it is checked.
 """
 
 from __future__ import annotations
@@ -154,20 +155,21 @@ def parse_config(
     program: Program = Program(),
     read_checkpoint: ReadCheckpoint | None = None,
 ) -> ParsedRun:
-    """Read, resolve and check the configuration of a run.
+    """Read, resolve and check the configuration of a run. With --help, print help and exit.
 
     Args:
         argv: The command line, without the program's name.
-        world_size: The number of launched processes.
+        world_size: The number of launched processes. --dry-run-world-size replaces it.
         architecture: The kind of network that the program trains.
         program: The flags that the program accepts, reads and checks.
         read_checkpoint: A function that takes the options for checkpoints and returns the shape of
             the network in --load, by "section.field", for --use-checkpoint-args. These values
-            override flags.
+            override flags, except for a longer context and, with --finetune, rotary settings.
 
     Raises:
-        ConfigError: The command line, the YAML file or the resulting run has mistakes. The error
-            lists all of them.
+        ConfigError: The command line, a file or the resulting run has mistakes. The error lists all
+            of them or, if a file cannot be read, those found before it.
+        UserError: `find_start` or `read_checkpoint` failed.
     """
     has_model = program.find_start is not None
     help_if_asked(program.name, program.extra, trains=not has_model, argv=argv)
@@ -223,7 +225,7 @@ def help_if_asked(
     Programs call this before they import torch, which takes a second.
 
     Args:
-        program: The program's file.
+        program: The program's file or command.
         extra: Dataclasses of the program's own flags.
         trains: Whether the program trains a model. Otherwise it starts from a trained one.
         argv: The arguments after the program's name, or `None` for this process's own.
@@ -240,7 +242,7 @@ def show_help(
     """Print the most common flags, or all flags grouped by section.
 
     Args:
-        program: The program's file.
+        program: The program's file or command, for the usage line.
         extra: Dataclasses of the program's own flags, all of which are shown.
         trains: Whether the program trains a model. If not, it starts from a trained one.
         everything: Whether to show all flags.
@@ -450,7 +452,7 @@ def _unused_values(
 def _from_checkpoint(
     config: RunOptions, read: ReadCheckpoint | None, has_model: bool, line: _CommandLine
 ) -> dict[str, Any]:
-    """Return the values that --use-checkpoint-args changes, by "section.field"."""
+    """Return the values that --use-checkpoint-args changes, by "section.field", and report them."""
     checkpoint = config.checkpoint
     if not checkpoint.use_checkpoint_args or checkpoint.load is None:
         return {}

@@ -93,7 +93,8 @@ def _values_from_pattern(config: RunOptions) -> dict[str, Any]:
     """Return the values of flags that follow from the symbols of a hybrid pattern.
 
     The vertical bars of a pattern are moved to the flag for the pipeline's layout, so that the
-    network's settings are the same in every layout. With a single stage, the bars are dropped.
+    network's settings are the same in every layout. With a single stage, the bars are dropped. If
+    that flag is given too, they stay, so that `rules_hybrid.hybrid` reports them.
     """
     model, parallel = config.model, config.parallel
     symbols = layer_symbols(model.hybrid_layer_pattern)

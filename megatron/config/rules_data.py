@@ -158,7 +158,11 @@ def tokenizer(config: RunOptions, world_size: int) -> Iterator[str]:
 
 
 def tokenizer_problems(tokenizer: TokenizerConfig) -> Iterator[str]:
-    """Yield an error for each flag that the type of tokenizer requires or does not support."""
+    """Yield an error for each missing flag of a tokenizer, and for one that it does not support.
+
+    Args:
+        tokenizer: The tokenizer's flags, including its type.
+    """
     kind, count = tokenizer.tokenizer_type or "", tokenizer.vocab_extra_ids
     for field in TOKENIZER_NEEDS[kind]:
         if getattr(tokenizer, field) in (None, ""):

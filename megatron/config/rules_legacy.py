@@ -355,7 +355,7 @@ def unsupported_state(precision: PrecisionConfig, style: str | None, flag: str) 
 
     Args:
         precision: The run's number formats.
-        style: The style of the run's learning-rate decay, or `None` if that is unknown.
+        style: The style of the run's learning-rate decay, or `None` to leave it out.
         flag: The flag that asks for Megatron-LM's files.
     """
     if precision.fp8_format and precision.fp8_recipe == "delayed":

@@ -59,7 +59,10 @@ _ACTIVATIONS = (
 
 
 def required(config: RunOptions, world_size: int) -> Iterator[str]:
-    """Yield an error for each missing flag that every training run requires."""
+    """Yield an error if a size of the network, of samples or of batches, or --lr is missing.
+
+    Runs that only evaluate, and range tests, need no --lr.
+    """
     paths = [f"model.{name}" for name in _REQUIRED]
     paths += ["data.seq_length", "training.micro_batch_size"]
     if not config.training.skip_train and config.schedule.lr_decay_style != "range-test":

@@ -102,7 +102,7 @@ class Findings:
 
     Attributes:
         problems: One line for each mistake.
-        notices: One line for each old flag, and for each flag that has no effect.
+        notices: Lines about old flags, flags that have no effect, and values from other files.
         unknown_fields: Names of the fields whose values a mistake leaves unknown.
         origins: For the name of each flag that results from a translation, the flag that was given.
     """
@@ -160,7 +160,11 @@ def sections() -> Mapping[str, type]:
 
 
 def field_at(path: str) -> Field:
-    """Return the field that a "section.field" names, for example "model.num_layers"."""
+    """Return the field that a "section.field" names, for example "model.num_layers".
+
+    Raises:
+        StopIteration: There is no such field.
+    """
     return next(entry for known, entry, _ in values_of(RunOptions()) if known == path)
 
 

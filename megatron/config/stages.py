@@ -83,7 +83,7 @@ def may_be_planned(model: ModelOptions, config: ParallelOptions) -> bool:
 
 
 def possible_plan(model: ModelOptions, config: ParallelOptions) -> list[ModelPart]:
-    """Return the parts of a model, or an empty list if a rule rejects the plan."""
+    """Return the parts of a model, or an empty list if there is no plan, which a rule reports."""
     try:
         return plan_model(model, config) if may_be_planned(model, config) else []
     except ConfigError:
@@ -128,7 +128,10 @@ def distributing_flags(config: ParallelOptions) -> list[str]:
 
 
 def with_layout(config: Parallel, text: str) -> Parallel:
-    """Return the flags with a layout string instead of other flags that distribute layers."""
+    """Return the flags with a layout string instead of those that distribute layers by number.
+
+    --pipeline-model-parallel-split-rank is kept.
+    """
     unset = {name: getattr(_UNSET, name) for name in _DISTRIBUTING}
     return replace(config, pipeline_model_parallel_layout=text, **unset)
 
@@ -386,7 +389,11 @@ def parse_layout(text: str, num_layers: int, stages: int, layers_text: str) -> l
 
 
 def predictions_in(text: str) -> int:
-    """Return how many layers of multi-token prediction a layout string names."""
+    """Return how many layers of multi-token prediction a layout string names.
+
+    Raises:
+        ConfigError: The string cannot be read.
+    """
     return "".join(_expand(text)).count("m")
 
 

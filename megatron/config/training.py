@@ -260,11 +260,11 @@ class EvaluationConfig:
         return self.full_validation or self.eval_iters > 0
 
     def is_due(self, iteration: int) -> bool:
-        """Return whether an evaluation follows this number of iterations."""
+        """Return whether an evaluation follows this number of iterations, if any `takes_place`."""
         return iteration % self.eval_interval == 0 and iteration >= (self.start_eval_at_iter or 0)
 
     def count(self, iterations: int) -> int:
-        """Return how many evaluations are due in this number of iterations."""
+        """Return how many evaluations are due in so many iterations, if any `takes_place`."""
         before = max(0, (self.start_eval_at_iter or 0) - 1) // self.eval_interval
         return max(0, max(0, iterations) // self.eval_interval - before)
 

@@ -78,7 +78,7 @@ def read(path: Path, findings: Findings, world_size: int = 1) -> dict[str, Any]:
         world_size: The number of processes, which selects one of a recipe's layouts.
 
     Raises:
-        ConfigError: The file cannot be read, or is not YAML.
+        ConfigError: The file cannot be read, is not YAML, or is too large.
     """
     data = load("--config", path)
     if not isinstance(data, Mapping):

@@ -27,9 +27,9 @@ class NamedRun:
     Attributes:
         name: The recipe's name, for example "gpt-125m".
         path: The YAML file for `--config`, or the Hugging Face folder or config.json.
-        facts: The section `recipe` of the file.
+        facts: The section `recipe` of the file, or what a config.json says instead.
         values: The values for one process, by "section.field".
-        layouts: The numbers of processes for which the recipe has layouts.
+        layouts: The numbers of processes for which the recipe has layouts, in ascending order.
     """
 
     name: str
@@ -50,12 +50,15 @@ class NamedRun:
 
 
 def is_huggingface(path: Path) -> bool:
-    """Return whether a path is a Hugging Face config.json or a folder that contains one."""
+    """Return whether a path ends with .json, existing or not, or is a folder with a config.json."""
     return path.suffix == ".json" or (path / "config.json").is_file()
 
 
 def is_recipe(name: str) -> bool:
-    """Return whether a name refers to a recipe, a YAML file, or a Hugging Face model."""
+    """Return whether a name is that of a recipe, a YAML file, or a Hugging Face model.
+
+    Files are recognized by their extension, even if they do not exist.
+    """
     path = Path(name)
     return name in names() or path.suffix in _YAML or is_huggingface(path)
 
@@ -109,11 +112,12 @@ def as_script(args: Sequence[str]) -> tuple[str, list[str]]:
     """Return the kind of network and the flags for its training script.
 
     Args:
-        args: The arguments after `megatron pretrain`. --gpus is dropped from them.
+        args: The arguments after `megatron pretrain`. --gpus and the recipe are dropped from them,
+            and the flags that stand for the recipe are added.
 
     Raises:
-        UserError: Neither a recipe nor the flags of a network are given, several recipes are named,
-            or the recipe is invalid.
+        UserError: Neither a recipe nor the flags of a network are given, several recipes or a
+            recipe and --config are given, or the recipe is invalid.
     """
     given = split(args)
     flags = command_line_of([flag for flag in given if flag.name not in ("", "--gpus")])
@@ -164,7 +168,7 @@ def check_flags(architecture: str, flags: Sequence[str], processes: int) -> None
         processes: The number of processes.
 
     Raises:
-        ConfigError: One or more flags are wrong. The message lists all of them.
+        ConfigError: One or more flags are wrong, or a file that they name cannot be read.
     """
 
     def stop(_: object) -> Mapping[str, Any]:
@@ -192,7 +196,7 @@ def command_line_of(flags: Sequence[ParsedFlag]) -> list[str]:
 
 
 def format_count(number: object) -> str:
-    """Return a number of parameters or tokens for a table: `124M`, `6.74B`."""
+    """Return a number of parameters or tokens for a table, such as `6.74B`, or "" if not an int."""
     if not isinstance(number, int):
         return ""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):

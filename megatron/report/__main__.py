@@ -53,8 +53,10 @@ def run(options: argparse.Namespace) -> None:
     """Write the page, or serve it.
 
     Raises:
-        ConfigError: The output exists and is not a report, or the port cannot be used.
-        DataError: There are no metrics.
+        ConfigError: The output exists and is not a report, the port cannot be used, or flags
+            contradict each other.
+        DataError: A path does not exist, or there are no metrics.
+        StorageError: The page cannot be written.
     """
     if options.live:
         from megatron.report.live import serve

@@ -47,10 +47,11 @@ def reduce_curve(curve: Curve, bins: int) -> dict[str, list[Any]]:
     """Reduce a curve to at most `3 * bins` values without losing extreme values.
 
     Returns:
-        Iterations `x` and values `y`. Values that are not finite are `None`, and `bad` lists their
-        iterations. A curve of more than `3 * bins` values is split into intervals of equal length:
-        `x` holds their first iterations, `y` the means of their finite values, `low` and `high` the
-        extremes, and `bad` the first iterations of intervals with a value that is not finite.
+        Iterations `x` and values `y`, rounded to six significant digits. Values that are not finite
+        are `None`, and `bad`, if there are any, lists their iterations. A curve of more than
+        `3 * bins` values is split into intervals of equal length: `x` holds the first iteration in
+        each that has any, `y` the means of their finite values, `low` and `high` the extremes, and
+        `bad` the first iterations of intervals with a value that is not finite.
     """
     x, y = np.frombuffer(curve.iterations, np.int64), np.frombuffer(curve.values, np.float64)
     finite = np.isfinite(y)
@@ -83,11 +84,12 @@ def _rounded(values: NDArray[np.float64]) -> list[float | None]:
 
 
 def make_charts(histories: Sequence[History]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Return the charts of a report, and the values of curves that never change.
+    """Return the charts of a report, and the values of settings that never change.
 
     Returns:
-        Charts, each with a title, a unit and curves that name their run and tag; and the values of
-        tags such as "loss-scale" that are the same in all iterations of all runs.
+        Charts, each with a title, a unit and curves that name their run and tag, those of losses
+        first; and, without a chart, the values of the tags "loss-scale", "batch-size" and
+        "world-size" that are the same in all iterations of all runs.
     """
     tags = list(dict.fromkeys(tag for history in histories for tag in history.curves))
     tags = [tag for tag in tags if tag not in _HIDDEN]

@@ -198,6 +198,6 @@ class History:
 
 
 def _setting_text(value: Any) -> str:
-    """Return a setting's value as text."""
+    """Return a setting's value as text, cut to `_LONGEST_TEXT` characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text[:_LONGEST_TEXT]

@@ -23,7 +23,7 @@ _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u20
 
 
 def page_data(histories: Sequence[History]) -> dict[str, Any]:
-    """Return everything that the page shows, as plain data."""
+    """Return everything that the page shows, as plain data, with each run's last 500 events."""
     charts, constants = make_charts(histories)
     return {
         "runs": [_run_data(history) for history in histories],
@@ -95,7 +95,11 @@ def summarize(history: History) -> list[tuple[str, str]]:
 
 
 def as_json(data: Any) -> str:
-    """Return JSON that is safe inside a script element because it cannot end the element."""
+    """Return JSON that is safe inside a script element because it cannot end the element.
+
+    Raises:
+        ValueError: A number in `data` is not finite.
+    """
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
 
 

@@ -59,7 +59,11 @@ class MetricsFile:
         """Add the lines that were written since the last call.
 
         A last line without a newline is still being written. It is not added until it is complete;
-        until then, `history.incomplete` is set.
+        until then, `history.incomplete` is set. If the file has become shorter, a new `history`
+        begins.
+
+        Returns:
+            Whether there was a complete new line.
         """
         with self._path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self._offset:  # another run has replaced the file
@@ -101,7 +105,11 @@ class EventFiles:
         self.history = History(name, sources=[str(folder)])
 
     def read(self) -> bool:
-        """Read the event files to their end, or up to their first damaged record."""
+        """Read the event files to their end, or up to their first damaged record.
+
+        Returns:
+            Whether there are new scalars. If so, `history` has been replaced.
+        """
         events = self._events.Reload()
         tags = events.Tags()
         counts = {tag: len(events.Scalars(tag)) for tag in tags["scalars"]}
@@ -161,6 +169,8 @@ def _rows(table: str) -> dict[str, str]:
 def find_sources(path: Path) -> list[RunRecords]:
     """Return the records of a run, or of every run in a folder of runs. There may be none.
 
+    TensorBoard's files are used only if there are no metrics files.
+
     Args:
         path: A metrics file, the folder of a run, or a folder with folders of runs.
 
@@ -213,7 +223,8 @@ def open_runs(
             not read again.
 
     Raises:
-        DataError: A folder has no metrics, or a run has no iterations yet.
+        DataError: A path does not exist. Unless `may_be_empty`, also: a folder has no metrics, or a
+            run has no iterations yet.
     """
     positions = {tuple(source.history.sources): index for index, source in enumerate(opened)}
     sources: list[RunRecords] = []

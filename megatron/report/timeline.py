@@ -22,16 +22,16 @@ Span = tuple[float, float, str]  # start and duration in ms, and name
 
 
 def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the timelines of a run's ranks from their latest traces.
+    """Return the timelines of a run's ranks from their traces of the latest profiled iteration.
 
     Args:
         folder: The folder of the run.
 
     Returns:
-        The timelines, and a line for each trace that was not read. A timeline is a dictionary with
-        the `rank`, the last `iteration` in its trace, that iteration's duration `total`, and
-        `rows`, each with a name and spans (start, duration, title). Times are in ms from the
-        earliest start among the ranks.
+        The timelines of up to 16 ranks, and a line for each trace that is too large, damaged or
+        without an iteration. A timeline is a dictionary with the `rank`, the last `iteration` in
+        its trace, that iteration's duration `total`, and `rows`, each with a name and its longest
+        spans (start, duration, title). Times are in ms from the earliest start among the ranks.
     """
     traces = [
         (int(match[1]), int(match[2]), path)
@@ -66,7 +66,7 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read(rank: int, path: Path) -> dict[str, Any] | None:
-    """Return the timeline of a trace's last iteration, or `None` if there is none."""
+    """Return the timeline of a trace's last iteration; `None` if it is damaged or has none."""
     try:
         trace = json.loads(path.read_bytes())
         base = _time(trace.get("baseTimeNanoseconds", 0)) / 1e6

@@ -86,6 +86,8 @@ def build_parser() -> ToolParser:
 def run(options: argparse.Namespace) -> None:
     """Print or write a job file. With --submit, replace this process with sbatch, kubectl or bash.
 
+    Folders are created for the file and, before a job is submitted to SLURM, for its logs.
+
     Raises:
         ConfigError: The description is invalid, the output exists and is not a job file, --submit
             is given without --output, or a program is missing.
@@ -162,7 +164,8 @@ def render(run: Description, target: str) -> str:
         target: "slurm", "kubernetes", "hostfile" or "local".
 
     Raises:
-        ConfigError: The description is invalid, or the hostfile cannot be used.
+        ConfigError: The description or a flag of the training command is invalid, or the hostfile
+            cannot be used.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -268,7 +271,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
     Raises:
         ConfigError: The file cannot be read, lists no machine, lists a machine twice, or has a line
-            that is not `HOST`, `HOST slots=N` or `HOST:N`.
+            that is not `HOST`, `HOST slots=N` or `HOST:N`. A `max_slots=N` after it is ignored.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -65,12 +65,12 @@ class JobConfig:
 
     @property
     def threads(self) -> int:
-        """The number of cores for each process."""
+        """The number of cores for each process; 1 if the cores of a machine are not given."""
         return max(1, (self.cpus_per_node or 1) // self.processes)
 
     @property
     def seconds(self) -> int | None:
-        """The time limit in seconds."""
+        """The time limit in seconds, or `None` if there is none."""
         if self.time is None:
             return None
         hours, minutes, seconds = map(int, self.time.split(":"))
@@ -78,7 +78,7 @@ class JobConfig:
 
     @property
     def argv(self) -> list[str]:
-        """The command's program and arguments."""
+        """The command's program and arguments, with `-m` before `megatron`."""
         argv = shlex.split(self.command)
         return ["-m", *argv] if argv[:1] == ["megatron"] else argv
 
@@ -97,8 +97,8 @@ class SlurmConfig:
             Requires --load and --save.
         chain: Number of jobs, submitted as an array, that run one after another and continue the
             same run. Requires --load and --save.
-        save_seconds: Number of seconds before its time limit at which a job receives the signal to
-            save.
+        save_seconds: With --requeue or --chain, number of seconds before its time limit at which a
+            job receives the signal to save.
     """
 
     partition: str | None = None
@@ -157,7 +157,7 @@ class HostsConfig:
 
     Attributes:
         hostfile: File with one machine per line, as for MPI or DeepSpeed: HOST, HOST slots=8
-            or HOST:8. It determines the number of nodes.
+            or HOST:8. It determines the number of nodes and, by its slots, the processes on each.
         launcher: How processes are started: by one launcher per machine, which ssh starts (ssh), or
             by mpirun (mpi).
         ssh_config: Configuration file for ssh. Default: the user's own.
@@ -274,7 +274,11 @@ def unused_flags(given: Mapping[str, Mapping[str, Any]], target: str) -> list[st
 
 
 def problems_of(run: Description, target: str) -> list[str]:
-    """Return a line for each error in a description, with the remedy."""
+    """Return a line for each error in a description, with the remedy.
+
+    The command and the target's own rules are checked only if all values are valid by themselves.
+    `training_problems` checks the flags of the command.
+    """
     problems = [problem for part in run for problem in bounds_problems(part)]
     problems += _pattern_problems(run)
     if not problems:
@@ -284,7 +288,7 @@ def problems_of(run: Description, target: str) -> list[str]:
 
 
 def _pattern_problems(run: Description) -> Iterator[str]:
-    """Yield a line for each value that does not match its pattern."""
+    """Yield a line for each value that breaks its pattern, and for a command with an open quote."""
     for part in run:
         kind: type = type(part)
         for field in fields_of(kind):
@@ -327,7 +331,8 @@ def _command_problems(run: Description, target: str) -> Iterator[str]:
 def training_problems(job: JobConfig) -> list[str]:
     """Return the errors in the flags of a pretraining run, to find them before the job is queued.
 
-    Nothing is checked if the flags depend on files that this machine does not have.
+    Nothing is checked for other commands, with --small or --use-checkpoint-args, or if the flags
+    depend on files that this machine does not have.
     """
     program, *args = job.argv or [""]
     script = re.fullmatch(r"(?:.*/)?pretrain_(gpt|bert|t5)\.py", program)
