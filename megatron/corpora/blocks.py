@@ -236,7 +236,7 @@ def _batched(data: Documents) -> Iterator[tuple[list[Document], list[Document]]]
 
 
 class SignatureWriter(CorpusBlock):
-    """Writes the MinHash signatures of a piece's documents.
+    """Writes the MinHash signatures of a piece's documents, except those to drop.
 
     Args:
         folder: The folder of the signatures.

@@ -135,7 +135,8 @@ def read_tasks(files: Sequence[str], keys: Sequence[str]) -> list[str]:
 
     Args:
         files: The files, which may end in .gz.
-        keys: The keys or columns to read. If empty, all text is read.
+        keys: The keys or columns to read. If empty, all text is read. Plain text has no keys, so
+            all of it is always read.
 
     Raises:
         DataError: A file cannot be read, is malformed, or has none of the keys.

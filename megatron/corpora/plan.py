@@ -241,7 +241,7 @@ def plan_from_dict(data: Any, source: str) -> CorpusPlan:
         source: The name of the file, for messages.
 
     Raises:
-        ConfigError: A step or key is unknown, or a value is invalid.
+        ConfigError: A step or key is unknown, a value is invalid, or `input` or `steps` is missing.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{source}: expected keys such as `input:` and `steps:`")

@@ -57,6 +57,7 @@ def read_records(path: str, keys: Sequence[str] = ()) -> Iterator[Record]:
     """Yield the JSON objects of a JSON lines file.
 
     Raises:
+        ConfigError: The file does not exist or is not JSON lines.
         DataError: The file cannot be read, or `parse_records` rejects a line.
     """
     for block in _blocks(path):

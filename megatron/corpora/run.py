@@ -133,7 +133,7 @@ def build_corpus(plan: CorpusPlan, folder: Path, cluster: Cluster, *, overwrite:
     Raises:
         ConfigError: The folder contains other files or a corpus with a different plan, a package is
             missing, or SLURM rejects the jobs.
-        DataError: The input is missing or damaged.
+        DataError: The input or a task file is missing or damaged, or has no text.
         StorageError: The folder cannot be written to.
     """
     pieces = cut_pieces(plan.input)

@@ -86,7 +86,7 @@ def cut_pieces(patterns: Sequence[str]) -> list[Piece]:
         patterns: Files, globs and folders.
 
     Raises:
-        DataError: A file does not exist or has an unknown format.
+        DataError: A file does not exist, is given twice, or has an unknown format or unusable name.
     """
     paths = find_inputs(patterns, ARCHIVES)
     for path in paths:

@@ -16,9 +16,9 @@ def batches_ahead(
     """Yield the inputs and labels of each depth: `batch`, shifted one position further each time.
 
     At position i, depth k reads token i + k and predicts token i + k + 1. This prediction has the
-    same weight in the loss as the label i + k + 1 has in `batch`. Beyond the end of the sequence,
-    the weight is 0. If `documents` are given, the weight is also 0 where token i + k + 1 belongs to
-    a different document than token i.
+    same weight in the loss as the label of token i + k has in `batch`. Beyond the end of the
+    sequence, the weight is 0. If `documents` are given, the weight is also 0 where token i + k or,
+    if `eod` is given too, token i + k + 1 belongs to a different document than token i.
 
     Args:
         batch: The micro-batch, with whole sequences `[b, s]`.

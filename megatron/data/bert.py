@@ -162,7 +162,7 @@ def build_bert_datasets(
 
     Raises:
         ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
-            data is named, or --data-path or --split cannot be parsed.
+            data is named, the data is text, or --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     options = BertOptions(seq_length, request.data.mask_prob, request.seed, binary_head)

@@ -3,10 +3,10 @@
 Sample i of a blend comes from the dataset that lags furthest behind its share. If a dataset has
 weight w, and t samples have been taken from it so far, that is the dataset with the largest
 `w * max(i, 1) - t`, or the first of several with the same value. The order is the same as in
-Megatron-LM, computed with the same floating-point operations. Datasets without weights are blended
-as in Megatron Core, by the numbers of samples that they have. With --blend-schedule, the weights
-change during the run. Each phase is then a blend that continues in every dataset where the previous
-phase stopped.
+Megatron-LM, computed with the same floating-point operations. Indexed GPT datasets without weights
+are blended as in Megatron Core, by the numbers of samples that they have, and other data without
+weights by size. With --blend-schedule, the weights change during the run. Each phase is then a
+blend that continues in every dataset where the previous phase stopped.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def blend(
 
     Raises:
         ConfigError: There are too many datasets.
+        DataError: The index does not fit in memory.
     """
     if len(datasets) > _MAX_DATASETS:
         raise ConfigError(

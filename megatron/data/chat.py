@@ -185,6 +185,8 @@ def conversation_reader(
 ) -> Callable[[str, str], TokenizedExamples]:
     """Return a function that reads and tokenizes the file that a flag names.
 
+    The function raises a ConfigError for an indexed dataset, and the errors of `load_examples`.
+
     Args:
         request: The data that the run needs.
         options: The finetuning flags.
@@ -225,7 +227,7 @@ def conversation_reader(
 
 
 def padding_token(tokenizer: Tokenizer) -> int:
-    """Return the id used for padding."""
+    """Return the id used for padding: the padding or end-of-document token, or 0 without both."""
     return next(iter(tokenizer.special_ids("pad") or tokenizer.special_ids("eod") or (0,)))
 
 
@@ -237,11 +239,11 @@ def members_of(dataset: SampleDataset | None, kind: type[Kind]) -> list[Kind]:
 
 
 def rows_per_epoch(dataset: SampleDataset | None) -> int:
-    """Return the number of samples in one pass over the examples of a split."""
+    """Return the number of rows in one pass over a split; 0 if its samples are not packed."""
     return sum(member.packing.rows for member in members_of(dataset, PackedDataset))
 
 
 def describe_packing(dataset: SampleDataset | None) -> str:
-    """Describe how full the rows of a split are, for the start-up panel."""
+    """Describe how full the rows of a split are, for the start-up panel; "" if there are none."""
     members = members_of(dataset, PackedDataset)
     return describe_rows([member.packing for member in members], "example") if members else ""

@@ -227,7 +227,8 @@ class ConversationEncoder:
 
         Raises:
             ValueError: The record is malformed.
-            DataError: The template or the tokenizer rejects the record, or the record is too long.
+            DataError: The template or the tokenizer rejects the record, or an example is too long
+                and --truncation is error.
         """
         record, preferences = parse_record(line), self.options.preferences
         labels: list[bool] = []
@@ -458,7 +459,10 @@ def load_examples(
         skip_bad_lines: Whether to skip malformed records instead of raising an error.
 
     Raises:
-        DataError: A file is missing or damaged, a record is malformed, or no example is left.
+        DataError: A file is missing or damaged, a record is malformed and bad lines are not
+            skipped, or no example is left.
+        ShortageError: Memory is short, or a worker could not be started or was killed.
+        StorageError: The files that collect the ids cannot be written.
     """
     try:
         files = find_inputs([name])

@@ -47,7 +47,8 @@ class DataRequest(NamedTuple):
             validation means every sample of the validation data, once.
         is_builder: True in exactly one process, which writes caches before the others look for them
             and prints the warnings.
-        barrier: A function that waits until every process has called it. It is called once.
+        barrier: A function that waits until every process has called it. It is called once, or not
+            at all for --mock-data.
         unit: The number of samples in a unit of --blend-schedule: the global batch size, or 1.
         blends_single: Whether to treat a single dataset as a blend, with half a percent of extra
             samples, as Megatron-LM does if the dataset has a weight. This changes the order of
@@ -108,7 +109,11 @@ BuildText = Callable[[TextCorpus, tuple[int, int], int, int], DescribedDataset]
 
 
 class Datasets(NamedTuple):
-    """One dataset per split; `None` if a split has no documents or no samples were requested."""
+    """One dataset per split.
+
+    A split is `None` if no samples were requested or no data was named for it. Validation and test
+    are also `None` if --split leaves them no documents, or no tokens of a text.
+    """
 
     train: SampleDataset | None
     valid: SampleDataset | None
@@ -190,8 +195,8 @@ def build_datasets(
             are blended by their numbers of tokens, and --full-validation is rejected.
 
     Raises:
-        ConfigError: No data is named, --data-path or --split cannot be parsed, or the kind of
-            sample does not support text or --full-validation.
+        ConfigError: No data is named, --data-path, --split or --blend-schedule cannot be parsed or
+            does not fit the datasets, or text or --full-validation is not supported here.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     if request.data.mock_data:
@@ -232,7 +237,9 @@ def parse_weighted_paths(paths: Sequence[str], flag: str) -> list[tuple[float | 
         the datasets are blended in proportion to their sizes.
 
     Raises:
-        ConfigError: A weight is missing or not a positive number.
+        ConfigError: A weight or prefix is missing, a weight is not a positive number, or a name
+            stands for several paths.
+        DataError: The user's file of corpus names is unusable (see `paths_of`).
     """
     if len(paths) == 1 or not any(map(is_number, paths)):
         return [(None, _only_path(path.strip(), flag)) for path in paths]
@@ -309,14 +316,16 @@ def split_bounds(text: str, num_documents: int, rounding: str = "sizes") -> tupl
 
 
 def corpus_fingerprint(data: DataConfig) -> str | None:
-    """Return a digest of the training datasets, in order; `None` for generated tokens.
+    """Return a digest of the training datasets, in order; `None` for generated tokens or no data.
 
     A position in the data is a count of samples, which has no meaning for another corpus. A corpus
     that was preprocessed again has the same name and often the same size. The digest covers the
     size and 256 KiB of each file. This detects different text, a different tokenizer and a
-    different order of documents, but not a change of a few tokens in place.
+    different order of documents, but not a change of a few tokens in place. Files at a URL are
+    copied first.
 
     Raises:
+        ConfigError: `parse_weighted_paths` cannot parse the flag.
         DataError: A file cannot be read.
     """
     paths = data.train_data_path or data.data_path

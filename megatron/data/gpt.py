@@ -248,8 +248,8 @@ def build_gpt_part(
         vocab_size: The number of entries in the vocabulary.
 
     Raises:
-        DataError: The documents hold no tokens, too few tokens for the requested samples, or ids
-            outside the vocabulary.
+        DataError: The documents hold no tokens, too few tokens for the requested samples, or, in
+            the first sample, ids outside the vocabulary. Or the index does not fit in memory.
     """
     data, (start, end), count = part.data, part.bounds, part.num_samples
     tokens = int(data.sequence_lengths[start:end].sum(dtype=np.int64))
@@ -294,11 +294,12 @@ def build_gpt_datasets(
         request: The data that the run needs.
         seq_length: The number of tokens in a sample, not counting the last label.
         vocab_size: The number of entries in the vocabulary. Token ids at or above it are rejected.
-        tokenizer: The tokenizer's flags, and the tokenizer built from them. Text files, --fim-data
-            and --reset-attention-mask need it. Without it, text is rejected.
+        tokenizer: The tokenizer's flags, and the tokenizer built from them. Without it, text is
+            rejected, and --fim-data and --reset-attention-mask have no effect.
 
     Raises:
-        ConfigError: No data is named, or --data-path or --split cannot be parsed.
+        ConfigError: No data is named, --data-path, --split or --blend-schedule cannot be parsed or
+            does not fit the datasets, or the tokenizer lacks a token of the --fim-* flags.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
 
@@ -380,10 +381,11 @@ def make_batch(
     `TRAINED`, list the ends of their examples, and positions are counted from 0 in each example.
 
     Args:
-        batch: The micro-batch: `text`, `[b, s + 1]`, and in finetuning samples also `TRAINED`,
-            `[b, s]`, and `SEGMENT_ENDS`.
+        batch: The micro-batch: `text`, `[b, s + 1]`, in finetuning samples also `TRAINED`,
+            `[b, s]`, and `SEGMENT_ENDS`, and in evaluation samples optionally `COUNTED`, `[b]`.
         eod: The id of the end-of-document token.
-        reset_position_ids: Whether to count positions from 0 in every document.
+        reset_position_ids: Whether to count positions from 0 in every document. Finetuning samples
+            ignore this and `eod_mask_loss`.
         eod_mask_loss: Whether to exclude the token after each end-of-document token from the loss.
     """
     text = batch["text"]

@@ -302,9 +302,10 @@ def build_ict_datasets(
         tokenizer: The tokenizer, which supplies the special ids.
 
     Raises:
-        ConfigError: The sequence has no room for text, the vocabulary lacks a special token, data
-            or titles are not named, or --data-path or --split cannot be parsed.
-        DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
+        ConfigError: The sequence has no room for text, the vocabulary lacks a special token, no
+            data is named, the data is text, or --data-path or --split cannot be parsed.
+        DataError: A dataset is missing, damaged, too small or made with a different tokenizer, or
+            the titles are missing or belong to another dataset.
     """
     if seq_length < _ADDED_TOKENS + _MIN_TEXT_TOKENS:
         raise ConfigError(

@@ -132,7 +132,7 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def documents(self, first: int, end: int) -> Iterator[DocumentTokens]:
-        """Yield a range of documents, about 4 million tokens at a time.
+        """Yield a range of documents, at most 4 million tokens or one longer document at a time.
 
         Args:
             first: The index of the first document.
@@ -512,7 +512,7 @@ class IndexedDatasetBuilder:
         """Append the whole content of the dataset at `prefix`.
 
         Raises:
-            DataError: The other dataset is damaged or has a different dtype.
+            DataError: The other dataset is missing, damaged or has a different dtype.
             StorageError: The disk is full.
         """
         other = IndexedDataset(prefix)

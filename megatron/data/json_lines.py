@@ -44,10 +44,12 @@ def read_objects(path: Path, flag: str, end: int | None = None) -> Iterator[Json
     Args:
         path: The file.
         flag: The flag that names the file, for error messages.
-        end: The byte at which to stop. `None` means the end of the file.
+        end: The byte at which to stop: lines that begin there or later are not read. `None` means
+            the end of the file.
 
     Raises:
-        DataError: The file cannot be read, or a line is too long or not a JSON object.
+        DataError: The file cannot be read, or a line is too long, not a JSON object or an empty
+            one.
     """
     limit = MAX_LINE_MB << 20
     number = start = 0
@@ -89,8 +91,8 @@ def save_or_check_settings(
         origin: How the lines were produced, as a plural noun and a verb: "samples were drawn".
 
     Raises:
-        StorageError: The lines were produced with different settings. The message lists the flags
-            and both values.
+        StorageError: The lines were produced with different settings, and the message lists the
+            flags and both values; or the settings cannot be read or written.
     """
     if not path.is_file():  # nothing can be saved next to /dev/null
         return

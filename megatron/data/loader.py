@@ -82,6 +82,9 @@ class SingleSampler(_Sampler):
 
     The samples of a step start at the number of consumed samples, regardless of the number of
     processes and the micro-batch size. Samples at the end that do not fill a block are dropped.
+
+    Raises:
+        DataError: The dataset is smaller than a block.
     """
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -99,8 +102,13 @@ class CyclicSampler(_Sampler):
 
     Attributes:
         data_sharding: Whether each process shuffles its own contiguous share. If not, the
-            processes take turns in a single order of all samples, and the samples of a step are
-            the same for any number of processes.
+            processes take turns in a single order of all samples. With the same micro-batch size,
+            the samples of a step are then the same for any number of processes, except at the end
+            of an epoch, where an incomplete block is dropped.
+
+    Raises:
+        DataError: The dataset is smaller than a block, or the consumed samples do not fill whole
+            blocks of the current epoch.
     """
 
     data_sharding: bool = True

@@ -152,8 +152,7 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
         flag: The flag that names the folder, for messages.
 
     Raises:
-        DataError: The folder does not hold logits. The message names the flag, the file and the
-            remedy.
+        DataError: The folder does not hold logits, or its header is damaged or cannot be read.
     """
     path = folder / HEADER
     if not path.is_file():
@@ -195,7 +194,7 @@ def begin_folder(folder: Path, header: LogitsHeader) -> None:
         header: The header of the logits that this run writes.
 
     Raises:
-        DataError: The folder holds different logits.
+        DataError: The folder holds different logits, or its header is damaged or cannot be read.
         StorageError: The header cannot be written.
     """
     with storage_errors(folder):
@@ -302,7 +301,8 @@ class TeacherLogitsDataset(WrappedDataset):
         """Return sample `i` with `TOP_IDS`, `TOP_VALUES` and `TOP_REST`.
 
         Raises:
-            DataError: The logits are missing, damaged, or belong to different tokens.
+            DataError: The logits are missing, damaged, or belong to different tokens, and
+                `ignores_errors` is False.
         """
         sample: Sample = self.dataset[i]
         try:

@@ -50,7 +50,7 @@ class MockDataset:
 
 @dataclass(eq=False)
 class MockSentences:
-    """Generated sentences for BERT and T5, whose tokens count up as in `MockDataset`.
+    """Generated sentences for BERT, T5 and ICT, whose tokens count up as in `MockDataset`.
 
     A model can predict masked tokens from their neighbors, and the order of two segments from the
     tokens where they meet.

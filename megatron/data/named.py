@@ -20,8 +20,11 @@ from megatron.errors import DataError
 def paths_of(entry: str) -> Sequence[str]:
     """Return the paths for an entry of --input or --data-path, or the entry if it is not a name.
 
+    An entry that contains a path separator, or that exists as a file or folder, is not a name.
+
     Raises:
-        DataError: The YAML file cannot be read, or the value of the name is not a path.
+        DataError: The YAML file cannot be read or does not contain names, or the value of the name
+            is neither a path nor a list of paths.
     """
     file = corpora_file()
     if file is None or os.sep in entry or os.path.exists(entry):

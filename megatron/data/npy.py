@@ -56,10 +56,11 @@ def find_shards(pattern: str) -> list[Path]:
 
 
 def open_shard(path: Path) -> Shard:
-    """Map a shard into memory. Nothing in it is unpickled.
+    """Map a shard into memory and check that no id is negative. Nothing in it is unpickled.
 
     Raises:
-        DataError: The file is not a valid `.npy` file of token ids in one or two dimensions.
+        DataError: The file cannot be read, is not a valid `.npy` file of token ids in one or two
+            dimensions, or holds a negative id.
     """
     try:
         # A view as a plain array, because slicing an np.memmap takes ten times as long.

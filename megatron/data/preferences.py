@@ -293,7 +293,7 @@ def build_preference_datasets(
         labels: Whether to read single answers, labeled desirable or not, instead of pairs.
 
     Raises:
-        ConfigError: No data is named, or the template cannot be used.
+        ConfigError: No data is named, --full-validation is given, or the template cannot be used.
         DataError: A file has errors, or its pairs cannot be used.
     """
     reader = conversation_reader(
@@ -320,7 +320,10 @@ def build_preference_datasets(
 
 
 def describe_pairs(dataset: SampleDataset | None) -> str:
-    """Describe how full the rows of a split are and how many pairs were cut, for the panel."""
+    """Describe how full the rows of a split are and how many pairs were dropped or cut.
+
+    The text is for the start-up panel, and empty if the split has no pairs.
+    """
     members = members_of(dataset, PreferenceDataset)
     if not members:
         return ""

@@ -145,6 +145,8 @@ def find_punkt(
 ) -> Any:
     """Return NLTK's Punkt for `language`, or train Punkt on the beginning of the input.
 
+    A line on stderr says so if Punkt is trained.
+
     Args:
         paths: The input files.
         keys: The keys of a JSON line whose texts Punkt is trained on.
@@ -153,7 +155,7 @@ def find_punkt(
 
     Raises:
         ConfigError: There is no text to learn from.
-        DataError: The input cannot be read.
+        DataError: The input cannot be read, or it has no text but a bad line.
     """
     punkt = installed_punkt(language)
     if punkt is not None:
@@ -189,7 +191,7 @@ class EncodingOptions(NamedTuple):
     Attributes:
         tokenizer: The tokenizer's flags.
         keys: The keys of a JSON line to encode, each into its own dataset.
-        append_eod: Whether each document ends with the end-of-document id.
+        append_eod: Whether each document that has ids ends with the end-of-document id.
         splitter: The function that splits documents into sentences. Without it, a text is a single
             sequence, and a list of texts is a document with a sequence for each.
     """
@@ -336,6 +338,7 @@ def preprocess(
     Raises:
         DataError: A file is damaged, or a line is bad and `on_bad_line` is `None`. No files are
             left behind.
+        ShortageError: Memory is short, or a worker could not be started or was killed.
         StorageError: The output cannot be written.
     """
     counts = Counts()
@@ -371,7 +374,10 @@ def preprocess(
 
 
 def choose_workers(paths: Sequence[str]) -> int:
-    """Return the number of workers: one per usable core, but fewer or none for small inputs."""
+    """Return the number of workers: one per usable core, but fewer for small inputs.
+
+    The number is 0 for the smallest inputs, unless a file is compressed or parquet.
+    """
     size = sum(os.path.getsize(path) for path in paths)
     # A small file in one of these formats may hold any amount of text.
     min_workers = int(any(path.lower().endswith((*PACKED_SUFFIXES, ".parquet")) for path in paths))
@@ -409,7 +415,8 @@ def map_in_order(
     Raises:
         UserError: `function` or `tasks` raised it.
         ShortageError: A process could not be started, was killed, or ran out of memory.
-        RuntimeError: `function` or `tasks` failed in another way.
+        RuntimeError: `function` or `tasks` failed in another way. Without workers, the original
+            error is raised instead.
     """
     if workers == 0:
         yield map(function, tasks())

@@ -12,8 +12,8 @@ from megatron.errors import DataError
 
 # The label of a position where there is nothing to predict.
 IGNORED_LABEL = -1
-# A field of a sample or batch, `[segments]`: the ends of segments, whose tokens attend only to the
-# same segment.
+# A field of a sample, `[segments]`: the ends of segments, whose tokens attend only to the same
+# segment. In a batch, a 0 comes first, and empty segments are added at the end (see `collate`).
 SEGMENT_ENDS = "segment_ends"
 # A field of a batch with `SEGMENT_ENDS`: an array of shape `[n, 0]` if no segment has more than n
 # tokens. It has no elements, so that the host can read n without waiting for the device.

@@ -153,8 +153,8 @@ def build_sentence_datasets(
             are not supported.
 
     Raises:
-        ConfigError: The vocabulary lacks a special token, no data is named, or --data-path or
-            --split cannot be parsed.
+        ConfigError: The vocabulary lacks a special token, no data is named, the data is text, or
+            --data-path or --split cannot be parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     is_mock = request.data.mock_data
@@ -210,7 +210,8 @@ def map_sentences(
 ) -> MappedSentences:
     """Load or build the sentence map of a part of a dataset.
 
-    The map is saved next to the dataset, or in --data-cache-path.
+    The map is saved next to the dataset, or in --data-cache-path. The builder warns about documents
+    that are dropped for a long sentence.
 
     Args:
         part: The documents of the split, and the number of samples.
@@ -276,7 +277,8 @@ def load_or_build_map(
 ) -> NDArray[Any]:
     """Load a map of sentences, or build and save it, `[n, columns]`.
 
-    The map is saved next to the dataset, or in --data-cache-path.
+    The map is saved next to the dataset, or in --data-cache-path. If it cannot be saved, the
+    builder prints a warning.
 
     Args:
         prefix: The dataset's prefix, with which the name of the map's file begins.

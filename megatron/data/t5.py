@@ -133,8 +133,9 @@ def build_t5_datasets(
         tokenizer: The tokenizer, which supplies the special ids.
 
     Raises:
-        ConfigError: The sequence has no room for text, the vocabulary has no sentinels, no data is
-            named, or --data-path or --split cannot be parsed.
+        ConfigError: The sequence has no room for text, the vocabulary lacks sentinels or another
+            special token, no data is named, the data is text, or --data-path or --split cannot be
+            parsed.
         DataError: A dataset is missing, damaged, too small or made with a different tokenizer.
     """
     mask_prob, seed = request.data.mask_prob, request.seed

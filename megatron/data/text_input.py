@@ -215,8 +215,8 @@ def find_inputs(patterns: Sequence[str], more: tuple[str, ...] = ()) -> list[str
         more: Suffixes of additional formats, which the caller reads itself.
 
     Raises:
-        DataError: A pattern matches no file, a file is named twice (its text would count twice), or
-            a file has an unknown suffix.
+        DataError: A pattern matches no file, a file is named twice (its text would count twice), is
+            a broken link or has an unknown suffix, or `paths_of` rejects a name.
     """
     files: dict[str, str] = {}  # by absolute path
     formats = ", ".join((*more, _KNOWN))
@@ -267,13 +267,15 @@ def read_blocks(
     Args:
         paths: The files, as returned by `find_inputs`.
         keys: The parquet columns to read. The first is the key of a text file's document.
-        block_bytes: The size of a block, which is extended to the end of a line.
+        block_bytes: The size of a block, which is extended to the end of a line. A text file is a
+            single block.
         max_line_mb: The size of the longest line to read, in MiB.
         bounds: A range of bytes, end excluded. Only lines that begin in this range are read. All
             files must satisfy `is_splittable`.
 
     Raises:
-        DataError: A file cannot be read or is damaged.
+        DataError: A file cannot be read or is damaged, a text file is not UTF-8, or a parquet file
+            lacks a column.
         MemoryError: Arrow ran out of memory.
     """
     longest = max_line_mb << 20

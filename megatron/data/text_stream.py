@@ -1,8 +1,8 @@
 """GPT samples from text files that the loading processes tokenize during training.
 
-A corpus is divided into pieces that can be read independently: about 1 MiB of a plain JSON lines
-file, or a whole file of any other kind. The pieces of a split are distributed in turn over up to
-128 streams, in a different random order in each epoch. A stream reads its pieces one after the
+A corpus is divided into pieces that can be read independently: 1 KiB to 1 MiB of a plain JSON
+lines file, or a whole file of any other kind. The pieces of a split are distributed in turn over up
+to 128 streams, in a different random order in each epoch. A stream reads its pieces one after the
 other, shuffles the documents within each block of text, concatenates their tokens, and cuts rows as
 in `gpt`: row k covers the tokens from `k * S` to `(k + 1) * S` inclusive.
 
@@ -90,7 +90,7 @@ class TextCorpus:
         flag: The flag that names the text, for messages.
 
     Raises:
-        DataError: A file does not exist, or its format is unknown.
+        DataError: A file does not exist, its format is unknown, or the text is empty.
     """
 
     def __init__(self, name: str, key: str, flag: str = "--data-path") -> None:
@@ -126,6 +126,9 @@ class TextCorpus:
             piece: The index of the piece.
             encoder: The encoder, which turns text into ids.
             first: The index of the first block to yield.
+
+        Raises:
+            DataError: A file cannot be read, has shrunk or is damaged.
         """
         with _named_as_in_training(self.flag):
             for number, block in enumerate(self._blocks(piece, _MAX_PIECE_BYTES)):
@@ -218,7 +221,8 @@ class TextDataset:
         """Return sample `i`. Reading in ascending order is fast; going back is slow.
 
         Raises:
-            DataError: A line has no document, a file cannot be read, or there are no tokens.
+            DataError: A line has no document and bad lines are not skipped, a file cannot be read,
+                or there are no tokens.
         """
         row, stream = divmod(i, self.streams)
         next_row, rows = self._readers.get(stream, (row + 1, None))
@@ -242,7 +246,8 @@ class TextDataset:
 
         Raises:
             NoTokensError: The split has no tokens.
-            DataError: A line before the first token has no document, or a file cannot be read.
+            DataError: A line before the first token has no document and bad lines are not skipped,
+                or a file cannot be read.
         """
         corpus = self.corpus
         for piece in range(*self.pieces):

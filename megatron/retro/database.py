@@ -9,7 +9,7 @@
 A document's end-of-document token belongs to no chunk. The last chunk of a document may be short.
 Chunks without any BERT tokens are invalid. The table `train` contains the valid chunks of training
 documents. Only these chunks can be retrieved, and a chunk's id is its row in this table. The table
-`sampled` contains the chunks on which the index is trained.
+`sampled` contains the chunks from which those that train the index are taken.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CorpusChunks(NamedTuple):
         n_chunks: The number of valid chunks.
         n_chunks_train: The number of valid chunks in training documents.
         n_chunks_invalid: The number of chunks without any BERT tokens.
-        n_chunks_sampled: The number of chunks on which the index is trained.
+        n_chunks_sampled: The number of chunks in the table `sampled`.
     """
 
     ratio: float
@@ -108,7 +108,8 @@ def plan_corpora(
             rounded down.
 
     Raises:
-        ConfigError: The flags name no dataset, or cannot be parsed.
+        ConfigError: The flags cannot be parsed, or two datasets have the same name with
+            --retro-compatible.
         DataError: A dataset is missing, damaged or divided into sentences.
     """
     compatible = options.stages.retro_compatible
@@ -306,7 +307,7 @@ def build_database(
         The datasets with their numbers of chunks.
 
     Raises:
-        ConfigError: --retro-index-ntrain exceeds the number of training chunks.
+        ConfigError: A dataset's share of --retro-index-ntrain exceeds its training chunks.
         DataError: A dataset or a file of the folder is damaged.
         StorageError: The folder cannot be written to.
     """
@@ -402,7 +403,7 @@ class _Merger:
             file.create_dataset("n_written", data=np.array([size], np.uint64))
 
     def _sampled(self, corpus: CorpusChunks, first: int, stop: int) -> NDArray[np.int64]:
-        """Return the chunks from `first` to `stop - 1` on which the index is trained, `[n]`."""
+        """Return which of the chunks `first` to `stop - 1` the table `sampled` contains, `[n]`."""
         count, total = corpus.n_chunks_sampled, corpus.n_chunks_train
         if self._compatible:
             return np.arange(first, min(stop, count), dtype=np.int64)

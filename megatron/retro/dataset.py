@@ -196,7 +196,7 @@ class NeighborTexts:
         the database's last chunk is followed by its first.
 
         Raises:
-            DataError: A neighbor is not in the database.
+            DataError: A neighbor is not in the database, or the database is damaged.
         """
         self.check(neighbors)
         rows = (neighbors[..., None] + np.arange(self.chunks)) % len(self.database)
@@ -271,6 +271,7 @@ def build_retro_datasets(
         tokenizer: The tokenizer that produced the tokens.
 
     Raises:
+        ConfigError: `args.json` cannot be read, or --data-path or --split cannot be parsed.
         DataError: The data or a file of the folder is missing or damaged, or they do not match.
     """
     data = request.data

@@ -340,7 +340,8 @@ class HuggingFaceEmbedder(Embedder):
         options: The model and the sizes.
 
     Raises:
-        ConfigError: The package is missing, or the model cannot be loaded.
+        ConfigError: The package is missing, or the model cannot be loaded, cannot encode texts on
+            its own, or has fewer positions than `options.max_length`.
     """
 
     def __init__(self, device: Device, options: EmbedderOptions) -> None:

@@ -43,7 +43,7 @@ def plan_amounts(
 ) -> dict[str, Amount]:
     """Return the amount of data that each stage produces, by the name of the stage.
 
-    The number of chunks is computed from the lengths of documents.
+    The number of chunks is an upper bound, computed from the lengths of documents.
 
     Args:
         options: The preprocessing options.

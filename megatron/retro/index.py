@@ -206,7 +206,7 @@ def train_index(
         world: The processes that share the work.
 
     Raises:
-        ConfigError: faiss does not accept the index string, or the vectors have a different width.
+        ConfigError: `check_factory` rejects the options, or the vectors have a different width.
         DataError: The existing index does not match, or there are too few vectors.
         StorageError: A file cannot be written.
     """
@@ -246,8 +246,9 @@ def add_to_index(
         world: The processes that share the work.
 
     Raises:
-        ConfigError: The vectors have a different width; or the index is complete, and
-            `compatible` reproduces the error with which Megatron-LM then stops.
+        ConfigError: The vectors have a different width. Or the index is complete, and `compatible`
+            reproduces the error with which Megatron-LM's "faiss-par-add" then stops, unless
+            `keep_codes` is set.
         DataError: The trained index is missing or does not match.
         StorageError: A file cannot be written.
     """
@@ -456,7 +457,8 @@ def check_factory(options: IndexOptions) -> None:
     """Check the flags that describe the index before anything is embedded.
 
     Raises:
-        ConfigError: faiss rejects the --retro-index-str, or the index cannot skip rows.
+        ConfigError: faiss rejects the --retro-index-str or is missing, the string contains "/", or
+            the index cannot skip rows although `options.add_fraction` is below 1.
     """
     flag = f"--retro-index-str {options.factory}"
     with faiss_threads(options.threads) as faiss:
@@ -489,7 +491,8 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
             types that do not support this are read into memory.
 
     Raises:
-        DataError: The file is missing or damaged, or contains a different index.
+        DataError: The file is missing or damaged, cannot be read or trusted, or contains a
+            different or untrained index.
     """
     with packages_of("retro"):
         import faiss
@@ -523,6 +526,8 @@ def read_index(path: Path, options: IndexOptions, *, mapped: bool = False) -> An
 
 def on_device(index: Any, device: Device, neighbors: int) -> Any:
     """Copy an index to the GPU, or return it unchanged if faiss cannot search it there.
+
+    On a GPU, the reason is then printed. Without a GPU, the index is always returned unchanged.
 
     Args:
         index: A filled index.

@@ -379,7 +379,8 @@ def query_neighbors(
 
     Raises:
         ConfigError: The number of neighbors to store exceeds the number requested from the index,
-            and `query` is not compatible with Megatron-LM.
+            and `query` is not compatible with Megatron-LM. Or the vectors do not have the index's
+            width.
         DataError: The index is missing, damaged, or belongs to a different database.
         StorageError: A file cannot be written.
     """

@@ -94,11 +94,16 @@ def read_arguments(workdir: Path) -> RetroPreprocessing:
 
 
 def read_digest(workdir: Path, name: str) -> str | None:
-    """Return the digest of one of a folder's inputs, or `None` if Megatron-LM made the folder.
+    """Return the digest of one of a folder's inputs, or `None` if the folder has none.
+
+    A folder that Megatron-LM made has no digests, and neither has a folder without `args.json`.
 
     Args:
         workdir: The working folder.
         name: A field of `FolderOrigin`.
+
+    Raises:
+        ConfigError: `args.json` cannot be read.
     """
     digests = (_read(workdir) or {}).get(_DIGESTS)
     digest = digests.get(name) if isinstance(digests, dict) else None
@@ -134,8 +139,8 @@ def write_arguments(
 def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigin) -> None:
     """Check that a folder was made from the same inputs.
 
-    Only the inputs of existing parts are compared. If the folder has no index, for example, the
-    index flags may change.
+    Only the inputs of existing parts, and of the parts made before them, are compared. If the
+    folder has no index and no neighbors, for example, the index flags may change.
 
     Args:
         workdir: The working folder.
@@ -144,8 +149,8 @@ def check_folder(workdir: Path, options: RetroPreprocessing, origin: FolderOrigi
 
     Raises:
         ConfigError: `args.json` cannot be read.
-        DataError: An option or a file differs, or `args.json` is missing or damaged. The message
-            names every difference.
+        DataError: An option or a file differs, and the message names every difference. Or
+            `args.json` is damaged, or missing although the folder has parts.
     """
     path = arguments_file(workdir)
     parts = [

@@ -202,6 +202,7 @@ class TextSamples:
     """Examples in BERT's input format: [CLS] first [SEP] second [SEP], truncated at the end.
 
     A sample has `text`, `types` and `padding_mask`, `[c, s]` with one row per choice, and `label`.
+    With several choices, each first text (question and answer) has at most 128 tokens.
 
     Args:
         examples: The labeled texts, one for each sample.

@@ -418,8 +418,12 @@ def ask_server(url: str, length: int, text: str) -> str:
 def measure(options: TaskConfig, task_options: DialogueConfig) -> Metrics:
     """Compare generated with expected texts, report the metrics, and return them.
 
+    Lines whose expected text is empty or "no_passages_used" do not count.
+
     Raises:
-        DataError: The files cannot be read or do not match.
+        ConfigError: --results names one of the files, or exists and --overwrite is not given.
+        DataError: The files cannot be read or do not match, or no line has an expected text.
+        StorageError: --results cannot be written.
     """
     assert task_options.guess_file is not None
     assert task_options.answer_file is not None

@@ -231,13 +231,16 @@ class Finetuning(Extras):
             self._start = 0 if self._epoch_ends else iteration
 
     def callbacks(self, run: Run) -> list[Callback]:
-        """Return the callback that evaluates at the end of each epoch."""
+        """Return the callback that evaluates after each epoch, if there is validation data."""
         if not self._valid:
             return []
         return [EpochEvaluation(self._epoch_ends, self.evaluate, catches_up=True)]
 
     def end(self, run: Run) -> None:
-        """Write the final results."""
+        """Write the final results, after evaluating the final weights if necessary. Collective.
+
+        Without validation data, nothing is done. Without --results and --save, nothing is written.
+        """
         if not self._valid:
             return
         if self.last is None or self.last.iteration != self._iteration(run):
@@ -247,7 +250,10 @@ class Finetuning(Extras):
             self._write(run, self.last)
 
     def evaluate(self, run: Run) -> None:
-        """Evaluate on all files, print the results and save the best weights. Collective."""
+        """Evaluate on all files and print the results. Collective.
+
+        In training with --save, also save the weights if they are the best so far.
+        """
         predictions = {
             name: collect_predictions(run, self._recipe, data) for name, data in self._data(run)
         }

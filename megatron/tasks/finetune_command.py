@@ -148,7 +148,7 @@ def prepare(
     """Read the data, which determines the run's length, and return the arguments of `pretrain`.
 
     Raises:
-        ConfigError: A flag does not fit the run's length.
+        ConfigError: A flag does not fit the run's length, or the samples do not fill a batch.
         DataError: A file is not in the format of the task.
     """
     options, task_options = parsed.extra
@@ -181,6 +181,7 @@ def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
+        CheckpointError: The checkpoint is missing or not a BERT, or its head does not fit the task.
     """
 
     def check(options: TaskConfig, task_options: FinetuneConfig) -> Iterator[str]:
@@ -256,7 +257,8 @@ def with_length(
 
     Without --keep-last, an epoch ends with its last full batch. With --keep-last, all samples of
     all epochs are used: the number is `None`, and only the last batch of the run is completed with
-    samples from a further epoch.
+    samples from a further epoch. It is also `None` if nothing is trained and the samples do not
+    fill a batch.
 
     Raises:
         ConfigError: A flag does not fit the resulting number of iterations, or the samples do not

@@ -209,7 +209,8 @@ def validation_samples(config: RunConfig, tokenizer: Tokenizer, layout: Layout) 
         layout: The processes. The first one writes missing indexes.
 
     Raises:
-        ConfigError: The folder does not record its number of samples, or it has none.
+        ConfigError: The folder's `args.json` is missing, cannot be read or does not record the
+            number of samples, or the folder has no validation samples.
         DataError: Data or a file of the folder is missing or damaged, or they do not match.
     """
     assert config.data.retro_workdir is not None, "a rule requires it"

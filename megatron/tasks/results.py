@@ -86,7 +86,7 @@ def results_path(requested: str | None, folder: str, task: str, iteration: int) 
 
 
 def check_results(options: TaskConfig, data: Sequence[str], resumed: Path | None = None) -> None:
-    """Check that --results can be written, before any other work.
+    """Check that --results can be written, before any other work, and create its folder.
 
     Args:
         options: The flags --results and --overwrite.
@@ -95,7 +95,8 @@ def check_results(options: TaskConfig, data: Sequence[str], resumed: Path | None
             replace the results that it wrote itself.
 
     Raises:
-        ConfigError: --results is one of the files that the task reads, or it already exists.
+        ConfigError: --results is one of the files that the task reads, or it already exists and
+            --overwrite is not given.
         StorageError: --results cannot be written.
     """
     if options.results is None:

@@ -208,7 +208,7 @@ def evaluate(task: str, parsed: ParsedRun, device: Device, layout: Layout) -> Me
     """Embed the passages, search them for all questions, and report. Collective.
 
     Returns:
-        The metrics on rank 0, and an empty dictionary on other ranks.
+        The metrics on rank 0. Without questions, and on other ranks, an empty dictionary.
 
     Raises:
         UserError: The checkpoint or a file is invalid, or the results cannot be written.
@@ -347,7 +347,7 @@ def search(
     Args:
         passages: The passages to search.
         queries: The vectors of the questions, `[q, e]`.
-        k: The number of passages to return for each question.
+        k: The number of passages to return for each question, at most the number of passages.
         use_gpu: Whether to search on a GPU.
 
     Raises:

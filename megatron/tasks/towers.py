@@ -79,7 +79,7 @@ class LabeledQuestion:
 def read_labeled(
     path: str, flag: str, hard_negatives: int | None, negatives: int
 ) -> list[LabeledQuestion]:
-    """Return the questions of a file in the JSON format of DPR.
+    """Return the questions of a file in the JSON format of DPR, each with its first positive.
 
     Args:
         path: The file, a list of objects with `question`, `positive_ctxs`, `hard_negative_ctxs`
@@ -89,7 +89,7 @@ def read_labeled(
         negatives: The number of other negatives to keep for each question.
 
     Raises:
-        DataError: The file cannot be read, or an entry is incomplete.
+        DataError: The file cannot be read or has no questions, or an entry is incomplete.
     """
     questions = []
     for number, entry in enumerate(_entries(path, flag), 1):
@@ -314,7 +314,10 @@ class TowersFinetuning(StartFromBert):
         self._ends, self._group = ends, group
 
     def begin(self, run: Run) -> None:
-        """Load the initial weights. Without --save-interval, save after each epoch."""
+        """Load the initial weights, unless the run is resumed.
+
+        Without --save-interval, the run saves after each epoch.
+        """
         if run.config.checkpoint.save_interval is None:
             run.save_at = self._ends
         if self._pretrained is None:
@@ -336,7 +339,10 @@ class TowersFinetuning(StartFromBert):
         return [EpochEvaluation(self._ends - {max(self._ends)}, self.evaluate_all)]
 
     def end(self, run: Run) -> None:
-        """Evaluate, and write the results."""
+        """Evaluate, and write the results with --results or --save. Collective.
+
+        Without validation data, nothing is done.
+        """
         if not self._valid:
             return
         metrics = self.evaluate_all(run)
@@ -359,7 +365,8 @@ class TowersFinetuning(StartFromBert):
     def evaluate(self, run: Run, path: str) -> Metrics:
         """Print and return the mean rank of the correct passages and the accuracies. Collective.
 
-        As in Megatron-LM, a question's passage is ranked among all passages of its group.
+        As in Megatron-LM, a question's passage is ranked among all passages of its group. Ranks
+        begin at 0, and accuracies are percentages.
         """
         run.optimizer.wait_for_weights()
         (part,), config, data = run.parts, run.config, run.layout.data
@@ -423,7 +430,7 @@ def prepare(parsed: ParsedRun, world_size: int) -> tuple[RunConfig, TowersRecipe
     """Read the data, which determines the run's length, and return the arguments of `pretrain`.
 
     Raises:
-        ConfigError: A flag does not fit the run's length.
+        ConfigError: A flag does not fit the run's length, or the samples do not fill a batch.
         DataError: A file is not in DPR's format.
     """
     options, tuning, towers_options, texts = parsed.extra
@@ -460,6 +467,7 @@ def parse(task: str, arguments: list[str], world_size: int) -> ParsedRun:
 
     Raises:
         ConfigError: One or more flags are wrong. The message names all of them.
+        CheckpointError: The checkpoint is missing, or is not of the expected kind.
     """
 
     def check(
