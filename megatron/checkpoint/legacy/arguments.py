@@ -97,7 +97,8 @@ def legacy_run_settings(args: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
     """Return the settings other than the network's that are needed to run a model.
 
     They are grouped by section of `RunOptions`. The paths of tokenizer files are those that the run
-    used; the files may have been moved since then.
+    used; the files may have been moved since then. A tokenizer type that this program does not have
+    is left out.
     """
     sections = {
         section: {name: args[name] for name in names if args.get(name) is not None}

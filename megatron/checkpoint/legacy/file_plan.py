@@ -2,8 +2,8 @@
 
 A file's parameters are in the order in which Megatron registers them, because its optimizer numbers
 them in this order. If a T5's decoder begins on a later stage
-(`--pipeline-model-parallel-split-rank`), that stage has a copy of all embeddings. The last stage
-has a copy of the word embeddings for the output, unless the decoder begins on it.
+(`--pipeline-model-parallel-split-rank`), that stage has a copy of all embeddings. If the output
+shares the word embeddings, a last stage without embeddings has a copy of them.
 
 The two programs' files differ in their names, and in the order of a layer's parameters. Megatron
 Core registers attention's output projection before its QKV projection, and a projection of
