@@ -35,7 +35,7 @@ class WeightAverage(Protocol):
     count: int
 
     def update(self, updates: int) -> None:
-        """Include the weights after an update.
+        """Include the weights after an update; with LAWA, only if a snapshot is due.
 
         Args:
             updates: The number of updates so far, including this one.
@@ -47,11 +47,14 @@ class WeightAverage(Protocol):
     def tensor_sets(self) -> dict[str, list[Tensor]]:
         """Return the tensors to save, one for each weight, by name prefix.
 
-        Tensors with the prefix `AVERAGES` may be copies.
+        Tensors with the prefix `AVERAGES` may be copies. The result is empty while nothing has been
+        included.
         """
 
     def prepare(self, is_saved: Callable[[str], bool], count: int) -> dict[str, list[Tensor]]:
         """Return the tensors into which to load a checkpoint, one for each weight, by name prefix.
+
+        This sets `count`, to 0 if the checkpoint has no tensors to load.
 
         Args:
             is_saved: A function that returns whether the checkpoint contains tensors with a given

@@ -48,7 +48,7 @@ def is_counted_here(parameter: nn.Parameter, layout: Layout, *, is_sharded: bool
 
 
 def sum_over_model(values: Tensor, layout: Layout, *, over_replicas: bool = False) -> Tensor:
-    """Sum `values` in place over the processes that hold different parts of the model.
+    """Sum `values` in place over the processes with different parts of the model; return them.
 
     Collective over the summed axes, or over the world if experts are divided among processes.
 

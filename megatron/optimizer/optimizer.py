@@ -436,8 +436,8 @@ class Optimizer:
                 the device; `None` means 0.
 
         Returns:
-            The argument of `end_step`, fp64 [4] on the device: the norm, the number of zeros, and 0
-            or 1 for non-finite gradients and for a spike.
+            The argument of `end_step`, fp64 [4] on the device: the norm, the number of zeros (if
+            they are counted), and 0 or 1 for non-finite gradients and for a spike.
         """
         if self._shared_weights is not None:
             self._shared_weights.settle()  # waits for gathers that no forward pass has waited for
@@ -525,9 +525,12 @@ class Optimizer:
     def reload_masters(self, *, include_16_bit: bool = True) -> None:
         """Copy loaded weights to the master weights, which are in fp32 or packed.
 
+        Call `wait_for_weights` before loading weights.
+
         Args:
             include_16_bit: Whether to also overwrite the master weights of 16-bit weights. Pass
-                False if these master weights have been loaded too.
+                False if these master weights have been loaded too. With ZeRO stage 3, weights that
+                are stored separately from them are then overwritten with the master weights.
         """
         if self._shared_weights is not None:
             self._shared_weights.forget()
@@ -547,7 +550,10 @@ class Optimizer:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Replace the weights with their average inside the context. Collective."""
+        """Replace the weights with their average inside the context. Collective.
+
+        There must be an average, of at least one update or snapshot.
+        """
         assert self.average is not None and self.average.count, "there is no average yet"
         self.wait_for_weights()
         self._wait_for_reader()
@@ -590,8 +596,9 @@ class Optimizer:
         The names are "<parameter>.<state>" for each state of the parameter's update rule (for
         example "<parameter>.exp_avg") and "<parameter>.master" for a 16-bit parameter. The tensors
         have the parameter's shape or, if gradients are sharded, are 1-D and contain the elements
-        `gradients.owned(parameter)`. To load a checkpoint, copy into the tensors in place and then
-        call `encode_loaded`, because tensors of packed states are decoded copies.
+        `gradients.owned(parameter)`. Parameters of which this process owns nothing are left out. To
+        load a checkpoint, copy into the tensors in place and then call `encode_loaded`, because
+        tensors of packed states may be decoded copies.
         """
         return {
             name: (state.saved() if isinstance(state, PackedTensor) else state, parameter)
@@ -599,7 +606,10 @@ class Optimizer:
         }
 
     def stored_names(self) -> set[str]:
-        """Return the names in `named_tensors` whose tensors are the states, not decoded copies."""
+        """Return the names in `named_tensors` of states that are not packed.
+
+        Their tensors are the states themselves, not decoded copies.
+        """
         states = self._named_states().items()
         return {name for name, (state, _) in states if not isinstance(state, PackedTensor)}
 
@@ -630,8 +640,9 @@ class Optimizer:
     def sizes(self) -> dict[str, float]:
         """Return norms of the fp32 weights and of the states over the whole model. Collective.
 
-        The norms are the L1 norm, L2 norm and largest magnitude of the weights, momentum, variance
-        and square root of the variance, under Megatron-DeepSpeed's names (such as `weight_l1`).
+        The norms are the L1 norm, L2 norm and largest magnitude of the weights and, if the update
+        rules have them, of the momentum, the variance and the square root of the variance, under
+        Megatron-DeepSpeed's names (such as `weight_l1`).
         """
         kinds = dict.fromkeys(kind for own in self._groups for kind in own.group.rule.state_names)
         counted: dict[str, list[State]] = {_CURVES.get(kind, kind): [] for kind in kinds}

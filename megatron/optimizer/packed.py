@@ -3,8 +3,8 @@
 An update decodes a piece of these tensors to fp32, computes in fp32, and encodes the result.
 
 fp16 and fp8 values are scaled by a power of two for each block of `BLOCK` elements. Variances
-(`exp_avg_sq`) are stored as square roots, which need only half the exponent range: small variances
-in a block do not underflow to zero, which would make Adam divide by zero.
+(`exp_avg_sq`) in these formats are stored as square roots, which need only half the exponent range:
+small variances in a block do not underflow to zero, which would make Adam divide by zero.
 
 Encoding rounds stochastically, with probabilities that make the expected value exact. An
 exponential average changes by about 1 - beta of its value in each step. If beta is above 0.996,
@@ -61,7 +61,7 @@ FORMATS = {
     "fp16": StateFormat(torch.float16, 10, torch.float32, 2.0**-14, 15, (-120, -50)),
     "fp8": StateFormat(torch.float8_e4m3fn, 3, torch.bfloat16, 2.0**-6, 8, (-117, -57)),
 }
-"""The formats other than fp32, by their names in --exp-avg-dtype and --main-params-dtype."""
+"""The formats other than fp32, by their names in --exp-avg-dtype and similar flags."""
 
 
 class PackedTensor:

@@ -1,9 +1,9 @@
 """Update rules: Adam with decoupled weight decay, SGD with momentum, and the choice of rules.
 
 A rule consists of a few numbers and an in-place update. Its state tensors belong to the optimizer.
-The rules in this module run one fused kernel per group, on CPU and GPU. The kernel also divides the
-gradients by a scale and changes nothing if non-finite gradients were found, so neither rule has to
-synchronize with the host.
+The rules in this module run one fused kernel per group, on CPU and GPU, unless weights or states
+are packed (see `packed`). The kernel also divides the gradients by a scale and changes nothing if
+non-finite gradients were found, so neither rule has to synchronize with the host.
 
 To add a rule, write a frozen dataclass that satisfies `UpdateRule` and add an entry to `RULES`. The
 entry chooses a rule for each parameter, so different parameters may have different rules.

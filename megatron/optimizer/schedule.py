@@ -2,9 +2,10 @@
 
 An update uses the values for the number of samples consumed before it, so the first update of a
 warm-up has the initial learning rate. All lengths are in samples, so they do not depend on the
-batch size. With --lr-decay-tokens, lengths are in tokens. As in Megatron-DeepSpeed, the tokens of
-unsuccessful and skipped updates also count, and a sequence shortened by a curriculum advances the
-schedule less than a whole sequence.
+batch size. With --lr-decay-tokens or --lr-warmup-tokens, or if only --train-tokens sets the length
+of the run, lengths are in tokens, except those of a range test. As in Megatron-DeepSpeed, the
+tokens of unsuccessful and skipped updates also count, and a sequence shortened by a curriculum
+advances the schedule less than a whole sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class LearningRateSchedule:
 
     Attributes:
         peak: The learning rate at the end of the warm-up.
-        minimum: The learning rate at the end of the decay and after it.
+        minimum: The learning rate after the decay, and the lower bound during it; with a range
+            test, the initial learning rate.
         initial: The learning rate at the start of the warm-up.
         warmup: The length of the warm-up in samples. It need not be an integer.
         decay: The number of samples, including the warm-up, after which the minimum is reached.
@@ -246,7 +248,7 @@ class Schedules:
     def resumed(
         self, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
     ) -> tuple[Schedules, int]:
-        """Return the schedules of a resumed run, and the number of samples consumed so far.
+        """Return the schedules of a resumed run, and the number of samples or tokens so far.
 
         Args:
             saved: The saved run's state from `to_dict`, or Megatron's, possibly under older names.
@@ -254,10 +256,11 @@ class Schedules:
             use_checkpoint: Whether to use the saved schedules even if they differ.
 
         Raises:
-            CheckpointError: `saved` has no valid position or contains an invalid value; or neither
-                option is set and the schedules differ; or the settings of a saved WSD decay or
-                range test are missing in both the checkpoint and the flags; or the saved learning
-                rate is decoupled and the flags' is not.
+            CheckpointError: `saved` has no valid position. Without `override` also: `saved`
+                contains an invalid value; or `use_checkpoint` is not set and the schedules differ;
+                or the settings of a saved WSD decay or range test are missing in both the
+                checkpoint and the flags; or the saved learning rate is decoupled and the flags' is
+                not.
         """
         original = saved
         saved = {_OLD_NAMES.get(key, key): value for key, value in saved.items()}
@@ -303,8 +306,8 @@ class Schedules:
     def branched(self, saved: dict[str, Any]) -> tuple[Schedules, int]:
         """Return the schedules of a WSD branch that begins its final decay at a checkpoint.
 
-        The peak and the warm-up come from the saved run. The decay and the minimum rate come from
-        these schedules.
+        The peak, the warm-up and the weight decay come from the saved run. The decay and the
+        minimum rate come from these schedules.
 
         Args:
             saved: The saved run's state from `to_dict`.
@@ -314,7 +317,8 @@ class Schedules:
 
         Raises:
             CheckpointError: The saved state is invalid (see `resumed`), the saved run is not in a
-                phase with a constant rate, or it has a different peak or weight decay.
+                phase with a constant rate, or it has a different peak, weight decay or unit of
+                lengths (samples or tokens).
         """
         trunk, samples = self.resumed(saved, use_checkpoint=True)
         own_rate, trunk_rate = self.learning_rate, trunk.learning_rate
@@ -347,7 +351,7 @@ class Schedules:
 
         Raises:
             CheckpointError: The saved state is invalid (see `resumed`), or the flags have a
-                different peak, decay, minimum rate or weight decay.
+                different peak, decay, minimum rate, weight decay or unit of lengths.
         """
         saved_schedules, samples = self.resumed(saved, use_checkpoint=True)
         branch = self._with_decay(saved_schedules, saved_schedules.learning_rate.decay)

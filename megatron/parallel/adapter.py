@@ -155,8 +155,8 @@ class Adapter(nn.ModuleDict):
     def product(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """Return the layer's output [s, b, out] without a bias, on a single tensor rank.
 
-        With dropout, this returns `None`: dropout applies only to the adapter's input, so its
-        products must be computed separately from the product with the frozen weight.
+        In training with dropout, this returns `None`: dropout applies only to the adapter's input,
+        so its products must be computed separately from the product with the frozen weight.
 
         Args:
             x: The layer's input [s, b, in].
@@ -350,7 +350,7 @@ class Adapter(nn.ModuleDict):
 
 
 def projections_of(linear: object) -> tuple[str, ...]:
-    """Return the names of a layer's projections; `WHOLE` for a layer of experts."""
+    """Return the names of a layer's projections; `WHOLE` for a single one or for experts."""
     projections: Projections | None = getattr(linear, "adapted_as", None)
     return (WHOLE,) if projections is None else projections.names
 

@@ -103,8 +103,9 @@ class ParameterTraits:
         is_partial: Whether each tensor rank processes only a part of the sequence or some of the
             heads, so the gradient must be summed over the tensor axis before it is averaged.
         is_tied: Whether a copy on another pipeline stage adds to the gradient after the backward
-            pass. The parameter's bucket and all later buckets wait for this sum. In stage 2 the
-            parameter has its own bucket, so that both stages shard it at the same rows.
+            pass. Below stage 2 the parameter's bucket and all later buckets wait for this sum. In
+            stage 2 the parameter has its own bucket, so that both stages shard it at the same rows,
+            and the shards are summed.
         comes_first: In stage 2, whether the backward pass reaches this tied parameter first. This
             is the word embedding table if the output layer shares it, although it is the model's
             first parameter.
@@ -330,7 +331,7 @@ def lay_out(
         keeps_whole: Whether each tensor must be within a single shard. If so, tensors are
             distributed over the shards by size, the largest first. A bucket grows until at most
             `MAX_PADDING` of it is padding. If the last bucket has more padding, it is merged
-            with the bucket before it.
+            with the bucket before it, unless that bucket has a forced end.
 
     Returns:
         For each bucket, its span and the index and slot of each tensor, in the order of the slots.

@@ -131,7 +131,8 @@ def start_gather_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -
     Args:
         x: This rank's rows.
         axis: The ranks whose rows are concatenated.
-        exchange: The exchange over the axis that sends the rows; `None` uses collectives.
+        exchange: The exchange over the axis that sends the rows if they fit into it; otherwise, and
+            if this is `None`, collectives send them.
     """
 
     def start(x: Tensor) -> Pending | BorrowedRows:
@@ -153,7 +154,8 @@ def start_sum_rows(x: Tensor, axis: Axis, exchange: Exchange | None = None) -> I
     Args:
         x: This rank's terms of all sums.
         axis: The ranks over which rows are summed.
-        exchange: The exchange over the axis that sends the terms; `None` uses collectives.
+        exchange: The exchange over the axis that sends the terms if they fit into it; otherwise,
+            and if this is `None`, a collective sends them.
     """
     return InTransit(
         x, _sum_direction(axis, exchange), Direction(partial(start_all_gather, axis=axis))
@@ -316,7 +318,8 @@ class Pending:
 
     Attributes:
         result: The tensor that receives the result.
-        transfer: The collective, as recorded in the journal; `None` if nothing is communicated.
+        transfer: The collective, as recorded in the journal; `None` if there is nothing to wait
+            for.
     """
 
     result: Tensor
@@ -373,7 +376,8 @@ def start_all_reduce(
 def start_all_gather(x: Tensor, axis: Axis, into: Tensor | None = None) -> Pending:
     """Start concatenating shards along dimension 0: [s, ...] -> [t s, ...].
 
-    The result is written to `into` if given, in place if `x` is this rank's shard of `into`.
+    The result is written to `into` if given, in place if `x` is this rank's shard of `into`. On an
+    axis of one process the result is `x` itself, and `into` is not written.
     """
     if axis.size == 1:
         return Pending(x)
@@ -390,7 +394,8 @@ def start_reduce_scatter(
 ) -> Pending:
     """Start a reduce-scatter along dimension 0: [t s, ...] -> [s, ...].
 
-    The result is written to `into` if given, in place if `into` is this rank's shard of `x`.
+    The result is written to `into` if given, in place if `into` is this rank's shard of `x`. On an
+    axis of one process the result is `x` itself, and `into` is not written.
     """
     if axis.size == 1:
         return Pending(x)
@@ -480,7 +485,7 @@ class Communication:
         return self.along_sequence and self.axis.size > 1
 
     def start_gather(self, x: Tensor) -> Pending:
-        """Start gathering the whole input if each rank has only a shard; otherwise return `x`."""
+        """Start gathering the whole input if each rank has a shard; otherwise the result is `x`."""
         return self._maybe_wait(start_all_gather(x, self.axis) if self.gathers else Pending(x))
 
     def start_max(self, x: Tensor) -> Pending:
@@ -490,7 +495,10 @@ class Communication:
         return self._maybe_wait(start_all_reduce(x, self.axis, dist.ReduceOp.MAX))
 
     def start_sum(self, grad: Tensor) -> Pending:
-        """Start summing the input's gradient over the ranks. `grad` may be changed in place."""
+        """Start summing the input's gradient over the ranks. `grad` may be changed in place.
+
+        The result is this rank's shard of the sum if each rank has only a shard of the input.
+        """
         start = start_reduce_scatter if self.gathers else start_all_reduce
         return self._maybe_wait(start(grad, self.axis))
 

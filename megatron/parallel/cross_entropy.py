@@ -40,6 +40,8 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy -log softmax(logits)[label] over the whole vocabulary.
 
+    Collective over the axis.
+
     Args:
         logits: This rank's shard of the logits over the padded vocabulary, [s, b, v/t].
         labels: The labels [s, b], as ids in the whole vocabulary.
@@ -147,8 +149,9 @@ def linear_cross_entropy(
     """Return the cross entropy of the logits x W^T + bias, computing a few rows at a time.
 
     While a chunk of logits exists, the forward pass already computes the gradients of
-    sum(losses * loss_mask), so no product is computed twice. The backward pass multiplies these
-    gradients by the gradient of the sum, a single number. Only the sum can be differentiated.
+    sum(losses * loss_mask), unless gradients are disabled, so no product is computed twice. The
+    backward pass multiplies these gradients by the gradient of the sum, a single number. Only the
+    sum can be differentiated. Both passes are collective over the communication's axis.
 
     Args:
         call: The arguments of the product that computes the logits: the input [s, b, h], or
@@ -159,7 +162,7 @@ def linear_cross_entropy(
         loss_mask: The weight of each token's loss, [s, b]; `None` means 1.
         implementation: A kernel, or plain PyTorch.
         slot: The destination of the weight's gradient; `None` leaves the gradient to autograd.
-        chunk_logits: The number of this rank's logits to compute at a time.
+        chunk_logits: The approximate number of this rank's logits to compute at a time.
     """
     mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     weight = call.weight if slot is None else call.weight.detach()
@@ -261,7 +264,7 @@ class _HeadGradients:
     Attributes:
         input: The input's gradient [s, b, h].
         weight: The weight's gradient [v/t, h] in fp32; `None` if the weight is frozen.
-        bias: The bias's gradient [v/t] in fp32.
+        bias: The bias's gradient [v/t] in fp32; `None` without a bias.
     """
 
     input: Tensor

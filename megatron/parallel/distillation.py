@@ -75,7 +75,8 @@ def distillation_losses(
     """Return each token's cross entropy, and its divergence from a teacher's distribution.
 
     If only the teacher's top k are known, the distributions have k + 1 outcomes: the k tokens, and
-    any other token. The divergence never exceeds the divergence over the whole vocabulary.
+    any other token. The divergence never exceeds the divergence over the whole vocabulary. The
+    forward pass is collective over the tensor axis.
 
     Args:
         logits: This rank's shard of the logits over the padded vocabulary, [s, b, v/t].
@@ -110,14 +111,15 @@ def top_log_probs(
     min_k: int = 1,
     temperature: float = 1.0,
 ) -> TopLogProbs:
-    """Return the top k of softmax(logits / temperature), equal on every tensor rank.
+    """Return the top k of softmax(logits / temperature), equal on every tensor rank. Collective.
 
     Args:
         logits: This rank's shard of the logits of n tokens, [n, v/t].
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         k: The maximum number of entries per token; values above the vocabulary size keep all.
-        p: The total probability to cover with as few entries as possible; `None` keeps k entries.
-        min_k: The minimum number of entries, regardless of `p`.
+        p: The total probability to cover with as few entries as possible, at most k; `None` keeps k
+            entries.
+        min_k: The minimum number of entries, regardless of `p` but not above k.
         temperature: The temperature, by which logits are divided.
 
     Returns:

@@ -104,8 +104,9 @@ class ExpertLinear(nn.Module):
             rows: The rows of all experts.
             grouping: How the rows are grouped by expert.
             later: A list of functions that will be called after this layer's backward pass, to
-                which the layer adds the computation of its weight gradient. `None` computes the
-                weight gradient immediately.
+                which the layer adds the computation of its weight gradient, unless the queue defers
+                it or autograd computes it. With `None`, the layer's backward pass computes it,
+                unless the queue defers it.
         """
         weight, detached = self.weight.view(self._shape), None
         if self._queue is not None or self._gradient.slot is not None:

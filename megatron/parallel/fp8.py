@@ -342,7 +342,7 @@ class Fp8Products(Products):
         return slot.scale_amax if slot is not None and slot.is_valid() else None
 
     def cast_part(self, part: Tensor, amax: Tensor, into: Tensor) -> None:
-        """Cast some elements of the weight to 8 bits.
+        """Cast some elements of the weight to 8 bits. With delayed scaling, record their amax.
 
         Args:
             part: The elements [n]; n is a multiple of 16.

@@ -1,8 +1,9 @@
 """Gradients in flat buffers, averaged over the processes that hold the same weights.
 
 `buckets.BucketPlan` defines where each gradient is stored and when it is sent, and `GradientBuffer`
-executes the plan. If gradients have the parameter's dtype, autograd adds directly into the buffer.
-Otherwise (16-bit parameters, fp32 gradients) a hook adds each finished gradient to the buffer.
+executes the plan. Below stage 2, if gradients have the parameter's dtype, autograd adds directly
+into the buffer. Otherwise (16-bit parameters with fp32 gradients, or stage 2) a hook adds each
+finished gradient to the buffer.
 Alternatively, the code that computes a gradient requests a `slot` and writes to it directly: a
 product that adds to fp32 memory needs neither a 16-bit gradient nor a buffer of zeros.
 
@@ -13,13 +14,14 @@ With d processes and g bytes per element, the gradient memory of a process depen
     stage 1  Reduce-scatter. A process keeps all gradients, but only its shard is averaged:
              g bytes.
     stage 2  Reduce-scatter in the backward pass of every micro-batch. A process keeps its shard,
-             g / d bytes, and at most two buckets: one being filled and one in transit.
+             g / d bytes, and whole buckets only while they are filled or sent: usually one of each
+             buffer is being filled, and at most one is in transit.
 
 With overlap, a bucket is sent as soon as all its gradients are complete. Otherwise it is sent after
 the backward pass or, in stage 2, when complete, and the process waits for it immediately. All
 processes send the buckets in the plan's order, regardless of the order of their gradients. A
 parameter without a gradient in an iteration counts as zero: its bucket and those after it are sent
-when the backward pass ends.
+by `reduce` or, in stage 2, when the backward pass ends.
 
 In a pipeline, the backward pass of a micro-batch goes through the model parts of a process one by
 one, with parts of other processes in between. Each such step is a wave. In stage 2, all gradients
@@ -102,7 +104,8 @@ class Reducer:
     Args:
         buckets: All buckets, in sending order.
         zero_stage: The ZeRO stage, 0 to 2; 0 if no other process holds the same weights.
-        overlap: Whether to send during the backward pass of the last micro-batch.
+        overlap: Whether to send during the backward pass of the last micro-batch; in stage 2,
+            whether the backward pass goes on while a bucket is in transit.
 
     Attributes:
         overlap: The argument, or False if no other process holds the same weights.
@@ -164,7 +167,10 @@ class Reducer:
         return bucket.allocate()
 
     def finish(self, bucket: PendingBucket, parameter: nn.Parameter) -> None:
-        """Record an addition to a parameter's gradient, and send all complete buckets."""
+        """Record an addition to a parameter's gradient, and send complete buckets, in order.
+
+        In a backward pass that sends no buckets, this does nothing.
+        """
         if not self._collecting:
             return
         assert id(parameter) in bucket.missing, "a gradient arrived twice in one backward pass"
@@ -177,7 +183,10 @@ class Reducer:
             self._send(self._expected[self._next])
 
     def reduce(self) -> None:
-        """Send the remaining buckets and wait for all averages. Collective over the replicas."""
+        """Send the remaining buckets and wait for all averages.
+
+        Collective over the replicas, and over the tensor axis if there are partial gradients.
+        """
         if self._is_alone:
             for bucket in self.buckets:
                 self._add_partial_gradients(bucket)
@@ -188,7 +197,7 @@ class Reducer:
         self.expect(self.buckets)
 
     def receive(self) -> None:
-        """Wait for all reductions in flight."""
+        """Wait for all reductions in flight. In stage 2, add them to this process's shards."""
         for bucket, work, _ in self._sent:
             received = work.wait()
             if self._zero_stage == 2:
@@ -258,12 +267,13 @@ class GradientBuffer:
         axes: The plan's replica axes by name.
         tensor: For each of these names, the axis over which partial gradients are summed, just
             before they are averaged.
-        overlap: Whether to reduce during the backward pass of the last micro-batch.
+        overlap: Whether to reduce during the backward pass of the last micro-batch; in stage 2,
+            whether the backward pass goes on while a bucket is in transit.
 
     Attributes:
         plan: The layout of gradients and the sending order.
         flats: The flat buffers of the plan.
-        is_sharded: Whether each process keeps and updates only its own shard.
+        is_sharded: Whether each process averages and updates only its own shard.
         shares_weights: Whether a process stores only a shard of the weights; always False here.
     """
 
@@ -441,7 +451,11 @@ class GradientBuffer:
         return WeightBuffer(self.flats, overlap_in=overlap_in, in_8_bits=in_8_bits)
 
     def zero(self) -> None:
-        """Reset all gradients. Call before the first micro-batch of an update."""
+        """Reset all gradients. Call before the first micro-batch of an update.
+
+        Below stage 2, a gradient with slots keeps its old values until a backward pass overwrites
+        them or `complete` zeroes them.
+        """
         if self.plan.zero_stage == 2 or not self._uses:
             for storage in self._storages:
                 storage.zero_()
@@ -483,7 +497,8 @@ class GradientBuffer:
     def complete(self) -> None:
         """Zero the gradients to which no backward pass of this update has added.
 
-        Call this method before reading any gradient.
+        Call this method before reading any gradient. In stage 2, it also waits for reductions in
+        flight. Buckets that have not been sent get their fingerprints now.
         """
         if self.plan.zero_stage == 2:
             self._reducer.receive()
@@ -506,7 +521,8 @@ class GradientBuffer:
         """Return a context manager for one backward pass, which sends completed buckets.
 
         Buckets are sent in the last backward pass with overlap, and in every backward pass in stage
-        2. In these cases the block is collective over the replica axis.
+        2. In these cases the block is collective over the replica axis, and over the tensor axis
+        if there are partial gradients.
 
         Args:
             is_last: Whether this is the last backward pass of the update to reach these parameters.

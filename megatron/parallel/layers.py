@@ -210,7 +210,8 @@ class VocabularyEmbedding(nn.Module):
         context: The build context.
         init: The initialization of the table.
         lookup_in_fp32: Whether to look up vectors in an fp32 copy of the weight, so that the
-            gradient of a frequent entry is summed in fp32.
+            gradient of a frequent entry is summed in fp32. This has no effect if the gradient goes
+            to a slot, which is in fp32.
         calls: How many times the layer is called in a forward pass.
     """
 

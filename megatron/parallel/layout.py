@@ -228,7 +228,7 @@ class Layout:
         """Return a copy of this layout for a thread that runs alongside training. Collective.
 
         Only the `world` axis of the copy may communicate. It has its own gloo group, for CPU
-        tensors, and its own journal.
+        tensors, and its own journal. A single process gets this layout itself.
 
         Args:
             timeout: The timeout of each collective of the thread.

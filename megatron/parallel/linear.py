@@ -84,7 +84,7 @@ class WeightProduct:
         products: The products of the layer.
         saved: The tensors saved by the forward pass.
         grad: The prepared gradient of the output.
-        use: The use of an exchange whose memory holds an operand, if any.
+        use: The use of an exchange whose memory holds an operand, if any. `compute` closes it.
     """
 
     def __init__(
@@ -221,14 +221,16 @@ def parallel_linear(
             to [out].
         transport: How operands reach the ranks that need them; `None` if each rank already has its
             operands.
-        queue: The queue to which the backward pass defers the product for the weight's gradient.
-            The deferred work accumulates its result as autograd would, including hooks. Running
-            the work is collective if the input is split along the sequence.
+        queue: The queue to which the backward pass defers the product for the weight's gradient
+            while the queue is collecting. The deferred work accumulates its result as autograd
+            would, including hooks. Running the work is collective if the input is split along the
+            sequence.
         slot: The destination of the weight's gradient; `None` leaves the gradient to autograd.
         products: The products of the layer.
 
     Returns:
-        The output [s, b, out], or [s/t, b, out] with an `OverlappedRow`.
+        The output [s, b, out], or [s/t, b, out] with an `OverlappedRow`. Without a transport, its
+        leading dimensions are those of the input.
     """
     x, weight, bias, training = call
     bias = None if bias is None else bias.flatten()
@@ -375,8 +377,8 @@ def gathered_product(rows: Tensor, multiply: Multiply, out: Tensor, exchange: Ex
 class ScatteredProduct:
     """A product whose rows are reduce-scattered over the ranks.
 
-    The constructor multiplies and sends the rows that other ranks need. `finish` waits for this
-    rank's rows.
+    The constructor multiplies all rows and sends the results that other ranks need. `finish` adds
+    the results that other ranks have sent to this rank's own.
 
     Args:
         rows: All rows [t m, in]; rank r gets the result of the r-th m rows.
@@ -396,7 +398,7 @@ class ScatteredProduct:
         dtype: torch.dtype,
         before_sending: Callable[[], None] = lambda: None,
     ) -> None:
-        """Multiply and send the rows that other ranks need."""
+        """Multiply all rows, and send the results that other ranks need."""
         self._axis = axis = exchange.axis
         parts = rows.unflatten(0, (axis.size, -1))
 

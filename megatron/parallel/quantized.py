@@ -31,8 +31,8 @@ class PackedWeight(torch.Tensor):
     """A frozen matrix that is stored in 8 or 4 bits and read in a wider dtype.
 
     `copy_` quantizes its source. Views in other shapes that keep blocks whole, and slices of the
-    first dimension, are also packed; all other results are plain tensors. The weight has no
-    gradient.
+    first dimension, are also packed. Slices of other dimensions raise an error. All other results
+    are plain tensors. The weight has no gradient.
 
     Attributes:
         codes: The codes, uint8 [..., in], or [..., in / 2] for nf4.
@@ -179,7 +179,8 @@ class PackedWeight(torch.Tensor):
         """Run an operation on the codes if it needs no values, otherwise on the values.
 
         Raises:
-            NotImplementedError: The operation would change some of the values in place.
+            NotImplementedError: The operation would change some of the values in place, or is a
+                slice other than of whole rows, or a view with other strides.
         """
         first = args[0] if args else None
         if isinstance(first, PackedWeight):

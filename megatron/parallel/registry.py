@@ -73,7 +73,8 @@ class LayerRegistry:
     def bind_slots(self, gradients: GradientBuffer) -> None:
         """Set the destinations of all reserved slots.
 
-        Products then add directly to gradients in fp32, without autograd.
+        Products then add directly to gradients that are stored in fp32, without autograd. Other
+        gradients are left to autograd.
 
         Args:
             gradients: The buffer that owns the gradients.

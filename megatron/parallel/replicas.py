@@ -54,7 +54,7 @@ class Gradients(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process keeps and updates only its own shard."""
+        """Whether each process averages and updates only its own shard."""
 
     @property
     def shares_weights(self) -> bool:
@@ -110,7 +110,10 @@ class Gradients(Protocol):
         """Zero the gradients that no backward pass has reached. Call before reading gradients."""
 
     def reduce(self) -> None:
-        """Finish averaging the gradients. Collective over the replica axis."""
+        """Sum partial gradients over tensor ranks, and finish averaging the gradients.
+
+        Collective over the tensor axis and the replica axis.
+        """
 
 
 def shares_weights(config: ParallelOptions, layout: Layout) -> bool:

@@ -149,7 +149,7 @@ class Routers:
     Attributes:
         states: The state of each router.
         loss_scale: The factor applied to the routers' losses in the backward pass, fp32 []; 1 until
-            it is set.
+            it is set. `None` without routers.
         is_paused: Whether recording is off because layers are being recomputed.
         seed: The seed of the current micro-batch.
     """

@@ -51,8 +51,8 @@ class ShardedModel:
     """A model that is sharded in place, which implements `Gradients` and `SharedWeights`.
 
     The modules' parameters become sharded tensors under the same names, allocated on `device` but
-    not initialized. Each parameter keeps its `spec`, and its `main_grad` is this process's shard of
-    the gradient, 1-D.
+    not initialized. Each parameter keeps its `spec`. The `main_grad` of a trained parameter is this
+    process's shard of the gradient, 1-D.
 
     Args:
         parts: The parts of the model, built with fp32 parameters on the meta device, or with
@@ -179,7 +179,10 @@ class ShardedModel:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum partial gradients over tensor ranks, after backward passes have averaged them."""
+        """Sum partial gradients over tensor ranks, after backward passes have averaged them.
+
+        Collective over the tensor axis and the expert tensor axis.
+        """
         for parameter, gradient in self._gradients:
             assert parameter.grad is gradient, "backward has written a gradient elsewhere"
         partial = [p for p in self._parameters if spec_of(p).partial_gradient]

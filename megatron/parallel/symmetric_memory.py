@@ -72,7 +72,10 @@ class SymmetricExchange:
         return elements * dtype.itemsize * self.axis.size <= self._slot_bytes
 
     def open(self, rows: Tensor) -> Use:
-        """Begin a use whose messages have the shape and dtype of `rows`."""
+        """Begin a use whose messages have the shape and dtype of `rows`.
+
+        If the process is too far ahead of its device, wait for the device to finish older uses.
+        """
         while len(self._ends) >= _MAX_USES_AHEAD:
             end, transfer = self._ends.popleft()
             self.axis.journal.begin_wait(transfer)

@@ -70,7 +70,7 @@ def find_ties(
     device: torch.device,
     gradient_dtype: torch.dtype,
 ) -> list[Tie]:
-    """Return the parameters that may have copies on several pipeline stages.
+    """Return the ties of trained parameters that may have copies on several pipeline stages.
 
     Collective over the pipeline.
 

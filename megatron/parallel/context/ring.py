@@ -103,8 +103,8 @@ def ring_plan(
     There are at least n - 1 other chunks between the chunks of two ranks at distance n. Blocks
     further apart than the longest document are empty.
 
-    With a window, which requires a causal mask, a step has a block for each pair of chunks, the
-    pairs on the diagonal first.
+    With a window, which requires a causal mask, a step has a block for each pair of chunks that the
+    mask does not exclude, the pairs on the diagonal first.
 
     Args:
         axis: The context axis.

@@ -58,7 +58,7 @@ def draw(timeline: Timeline, title: str, chunks: int, output: Path) -> None:
         timeline: The timing of every computation.
         title: The line above the drawing.
         chunks: The number of chunks per stage.
-        output: The file to write (--output).
+        output: The file to write (--output). Missing folders are created.
 
     Raises:
         StorageError: The file cannot be written.
