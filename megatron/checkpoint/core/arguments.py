@@ -345,7 +345,8 @@ def layer_frequency(model: ModelConfig) -> int | list[int]:
     """Return Megatron Core's `moe_layer_freq`.
 
     The result is N if our flag is the number N and all mixtures have the same number of experts,
-    otherwise a list with a 1 for each mixture and a 0 for each dense layer. Core stacks the layers' tensors only if the result is 1.
+    otherwise a list with a 1 for each mixture and a 0 for each dense layer. Core stacks the layers'
+    tensors only if the result is 1.
     """
     pattern = model.moe_layer_freq.strip()
     if pattern.isdigit() and len(set(model.num_experts or ())) < 2:
