@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> None:
     """Annotate one file.
 
     Raises:
-        ConfigError: A flag is missing or out of range.
-        DataError: The input or the classifier cannot be read.
+        ConfigError: A flag is missing or invalid, or the output is also the input.
+        DataError: The input or the classifier cannot be read, or a line of the input has no text.
         StorageError: The output was made from different texts or settings, or cannot be written.
         UserError: The scorer failed. The message names the line.
     """
@@ -75,7 +75,8 @@ def annotate(
     """Write the lines of `source` with an added `score` to `target`, resuming an earlier run.
 
     A text without a score also gets a `score_error` with the reason. GPT-2's `<|endoftext|>` is
-    removed from the texts.
+    not scored, and is removed from the field `key` if this is a string. The settings of the scorer
+    are saved next to the target, and compared when the run is resumed.
 
     Args:
         source: The file to read, with one JSON object per line.
@@ -86,7 +87,7 @@ def annotate(
 
     Raises:
         ConfigError: Source and target are the same file.
-        DataError: A line of the source has no text.
+        DataError: The source cannot be read, or a line of it has no text.
         StorageError: The target was made from different texts or settings, or cannot be written.
         UserError: The scorer failed. The message names the line.
     """

@@ -71,10 +71,10 @@ class EvaluatedPrompt(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Annotate the files that have no scores yet, and print the table.
+    """Annotate the files that have no scores yet, print the table, and write any --results.
 
     Raises:
-        ConfigError: A flag is missing or out of range.
+        ConfigError: A flag is missing or invalid, or the --results file exists.
         DataError: A file cannot be read, or the files do not match.
         StorageError: An annotated file or the results cannot be written, or an annotated file was
             made from different texts or settings.
@@ -162,7 +162,7 @@ def read_perplexity(path: Path) -> float:
     """Return the perplexity in a results file of `megatron evaluate PERPLEXITY`.
 
     Raises:
-        DataError: The file does not contain a perplexity.
+        DataError: The file cannot be read, or does not contain a perplexity.
     """
     try:
         data = path.read_bytes()
@@ -186,7 +186,7 @@ def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dic
 
     The kinds are "all", "toxic" and "non-toxic". Prompts without a score of their own are only in
     "all". Continuations without a score, such as blank ones, do not count, and neither do prompts
-    without any scored continuation.
+    without any scored continuation. A kind without prompts is left out.
 
     Args:
         path: The file, in which the continuations of each prompt are consecutive.
@@ -194,7 +194,8 @@ def measure(path: Path, prompts: Sequence[EvaluatedPrompt], samples: int) -> dic
         samples: The number of continuations of each prompt.
 
     Raises:
-        DataError: The file does not have `samples` continuations of each of these prompts.
+        DataError: The file cannot be read or was not annotated, or does not have `samples`
+            continuations of each of these prompts.
     """
     highest: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     lines = read_objects(path, FLAG)

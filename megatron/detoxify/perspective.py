@@ -86,7 +86,10 @@ class RequestPace:
             raise ServiceError("stopped")
 
     def pause(self, seconds: float) -> None:
-        """Delay the next request by at least `seconds` seconds."""
+        """Delay the next call of `wait` by at least `seconds` seconds.
+
+        Calls that already wait are not delayed.
+        """
         with self._lock:
             self._next = max(self._next, time.monotonic() + seconds)
 
@@ -154,7 +157,8 @@ class PerspectiveClient:
 
         Raises:
             TextRefusedError: The service rejects this text.
-            ServiceError: The service cannot be used, or all attempts failed.
+            ServiceError: The service cannot be used or requests a long delay, all attempts failed,
+                or `stop` was called.
         """
         truncated = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES].decode("utf-8", "ignore")
         body = {

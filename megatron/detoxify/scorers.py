@@ -68,7 +68,13 @@ class PerspectiveScorer:
         }
 
     def score(self, texts: Iterable[str]) -> Iterator[Scored]:
-        """Yield the scores of texts in order."""
+        """Yield the scores of texts in order.
+
+        If the iteration ends early or fails, the client is stopped and cannot be used again.
+
+        Raises:
+            ServiceError: The service cannot be used, or all attempts failed.
+        """
         pool = ThreadPoolExecutor(self._workers)
         pending: deque[Future[Scored]] = deque()
         try:
@@ -102,12 +108,12 @@ class ClassifierScorer:
 
         Args:
             model: The folder of the model, or its name on the Hugging Face Hub.
-            label: The label whose probability is the toxicity. `None` uses the label named "toxic"
-                or "toxicity".
+            label: The label whose probability is the toxicity, regardless of case. `None` uses
+                the label named "toxic" or "toxicity".
             batch_size: The number of texts in a batch.
 
         Raises:
-            ConfigError: Transformers is not installed, or the model has no such label.
+            ConfigError: Transformers is not installed, or the model has no such label or several.
             DataError: The model cannot be loaded.
         """
         with packages_of("detoxify"):
@@ -249,7 +255,7 @@ def build_scorer(options: argparse.Namespace) -> TextScorer:
     """Build the scorer that the flags of `add_scorer_flags` describe.
 
     Raises:
-        ConfigError: A flag is missing or out of range.
+        ConfigError: A flag or the API key is missing or invalid, or Transformers is not installed.
         DataError: The classifier cannot be loaded.
     """
     kind = options.classifier or ("huggingface" if options.classifier_model else "perspective")

@@ -29,11 +29,11 @@ TOXIC = 0.5  # texts with at least this score count as toxic
 
 
 def run(options: argparse.Namespace) -> None:
-    """Select the least toxic texts of a file.
+    """Write the least toxic texts of a file to another one in random order, and print statistics.
 
     Raises:
-        ConfigError: A flag is out of range, or the output exists.
-        DataError: The input cannot be read, or has no scores.
+        ConfigError: A flag is out of range, or the output exists or is also the input.
+        DataError: The input cannot be read or was not annotated, or none of its lines can be kept.
         StorageError: The output cannot be written.
     """
     if not 0 < options.keep <= 1:
@@ -102,7 +102,7 @@ def toxicity_in(line: JsonLine, path: Path) -> float | None:
     """Return the toxicity of an annotated line, or `None` if its text has no score.
 
     Raises:
-        DataError: The line was not annotated.
+        DataError: The line was not annotated, or its toxicity is not a number from 0 to 1.
     """
     score: Any = line.fields.get("score", "missing")
     if score is None:

@@ -96,8 +96,8 @@ def open_adapters(values: Sequence[str] | None, config: RunConfig) -> list[Opene
         config: The run, with the base model's network and its folder.
 
     Raises:
-        CheckpointError: The base model is not a GPT; or a folder has no adapter, or the adapter is
-            damaged, not supported, or trained on a different model.
+        CheckpointError: The base model is not a GPT, or cannot be opened; or a folder has no
+            adapter, or the adapter is damaged, not supported, or trained on a different model.
         ConfigError: There are more tensor ranks than query groups in the base model.
     """
     folders = named_adapters(values)
@@ -141,7 +141,7 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
         device: The model's device.
 
     Raises:
-        CheckpointError: An adapter is damaged.
+        CheckpointError: An adapter is damaged, or has values that are not finite.
     """
     if not opened:
         return loaded

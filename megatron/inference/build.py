@@ -56,7 +56,8 @@ class EngineOptions:
         max_step_tokens: Maximum number of tokens in a step, or `max_sequences` if that is larger.
             Longer prompts take several steps.
         cache_tokens: Capacity of the cache in tokens, for all sequences together. `None` uses as
-            many as fit in memory, but no more than `max_sequences` sequences of full length need.
+            many as fit in memory (on a CPU, in 1 GiB), but no more than `max_sequences` sequences
+            of full length need.
         block_size: Number of tokens in a cache block.
         seed: Seed for requests that do not set one.
         speculation: The method of speculative decoding; `None` generates one token at a time.
@@ -102,8 +103,8 @@ def build_engine(
         channel: The connection to the neighboring stages; `None` creates one.
 
     Raises:
-        ConfigError: Not even one block of the cache fits in memory, or the model does not support
-            the method of speculative decoding.
+        ConfigError: The cache does not fit in memory (`make_cache`), or the model does not support
+            text generation or the method of speculative decoding.
     """
     layout, precision = loaded.layout, loaded.config.precision
     model = loaded.model.eval()
@@ -224,7 +225,7 @@ def check_speculation(model: ModelConfig, speculation: Speculation | None) -> No
 
     Raises:
         ConfigError: The model is Retro, has recurrent layers, or has too few multi-token prediction
-            layers.
+            layers for the method mtp.
     """
     if speculation is None:
         return
@@ -292,7 +293,10 @@ def make_cache(
     *,
     extra_bytes: int = 0,
 ) -> CacheMemory:
-    """Return a cache with the number of blocks that fit in memory on every rank. Collective.
+    """Return a cache for `options.cache_tokens` tokens, or as many as fit in memory. Collective.
+
+    The number of blocks is the same on every rank. If `options.cache_tokens` is set, free memory is
+    not checked.
 
     Args:
         loaded: The model, whose layers determine the size of a block.

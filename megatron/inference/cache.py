@@ -181,7 +181,7 @@ class CacheMemory:
         blocks: Number of blocks. One more is allocated for the padding of batches.
         block_size: Number of tokens in a block.
         device: Device of the memory.
-        dtype: Number format of keys and values.
+        dtype: Number format of keys and values, and of states whose specs do not set one.
         recurrent: Specs of a sequence's states in each recurrent layer, by 0-based layer index.
         state_slots: Number of state slots, each for one sequence or snapshot. One more is
             allocated for padding.

@@ -109,8 +109,8 @@ class BatchEngine:
         """Accept a request.
 
         Raises:
-            RequestError: The request exceeds the limits, or its id is in use. The engine is then
-                unchanged.
+            RequestError: The engine cannot answer the request (`check`), or its id is in use. The
+                engine is then unchanged.
         """
         if request.id in self._answers:
             raise RequestError(f"request id {request.id!r} is in use: choose another")

@@ -209,6 +209,8 @@ class Executor:
     def inputs(self, plan: StepPlan, outputs: Many[tuple[int, int]]) -> tuple[Tensor, StepCache]:
         """Return the token ids [1, s], and the step's view of the cache.
 
+        Also set the adapter of each token, if the model has adapters.
+
         Each token of a sequence with drafts is treated like a separate sequence. It therefore uses
         the same kernel as in steps without drafts, and its results are bitwise identical.
 

@@ -1,6 +1,6 @@
 """Fill in the `[MASK]`s of a text with a trained BERT or T5 model.
 
-BERT fills each `[MASK]` with a single token, and T5 with any number of words.
+BERT fills each `[MASK]` with a single token, and T5 with one or more tokens, at most 20.
 """
 
 from __future__ import annotations
@@ -163,6 +163,8 @@ def load_filler(folder: str, device: Device, *, allow_foreign: bool = False) -> 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it contains a different kind of
             model.
+        ConfigError: The checkpoint does not name a tokenizer, or its settings are invalid.
+        DataError: One of the tokenizer's files is missing or damaged.
     """
     reader = open_existing(folder, allow_foreign=allow_foreign)
     config = saved_config(reader, folder, "bert", "t5")

@@ -114,15 +114,16 @@ def load_gpt(
         config: A resolved run to use instead of the checkpoint's. It must describe the same
             network, have the layout's parallel sizes, and give each stage a single part of the
             model.
-        row_by_row: Whether to build the model in a `serving_context`, which engines need. Otherwise
-            matrix products are computed as in training.
+        row_by_row: Whether to build the model in a `serving_context` and without sequence
+            parallelism, which engines need. Otherwise matrix products are computed as in training.
         kinds: Architectures that the caller accepts: "gpt", "retro" or both.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or its network does not match
             `kinds` or `config`.
-        ConfigError: The network cannot be split over the layout.
-        DataError: One of the tokenizer's files is missing.
+        ConfigError: The network cannot be split over the layout, or the tokenizer's settings are
+            missing or invalid.
+        DataError: One of the tokenizer's files is missing or damaged.
     """
     layout = layout or Layout.single()
     options = CheckpointConfig() if config is None else config.checkpoint

@@ -150,7 +150,8 @@ class Unpacker(Generic[Record]):
         """Yield the records of all messages that these bytes complete.
 
         Raises:
-            MessageError: The bytes have a length or a body that `pack` does not write.
+            MessageError: A message is too long, or is not a list of such records.
+            RequestError: A value of a request is out of range.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:

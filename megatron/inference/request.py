@@ -70,8 +70,8 @@ class Sampling:
         length_penalty: Exponent of the length: a beam search divides an answer's summed log
             probabilities by its length raised to this power. Its magnitude is at most
             `MAX_LENGTH_PENALTY`.
-        logprobs: Whether to report each new token's log probability, before the temperature and
-            other settings change it.
+        logprobs: Whether to report each new token's log probability. It is computed before any
+            setting but `banned_pairs` applies. A beam search always reports it.
         top_logprobs: Number of most likely tokens to report with each token.
         prompt_logprobs: Whether to also report the log probabilities of the prompt's tokens.
     """
@@ -94,7 +94,7 @@ class Sampling:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `RequestError` if a value is out of range."""
+        """Raise `RequestError` if a value is out of range or empty, or two exclude each other."""
         values = {name: getattr(self, name) for name in _BOUNDS}
         if not all(value is None or math.isfinite(value) for value in values.values()):
             raise RequestError(
@@ -158,8 +158,8 @@ class Retrieved:
 
     Attributes:
         request: Id of the request.
-        passages: Passages for each chunk in turn, the nearest first. For a beam search, the
-            passages of every beam.
+        passages: Passages for each chunk in turn, the nearest first. In a beam search, each beam
+            has its own events.
     """
 
     request: str
@@ -271,8 +271,10 @@ class Stats:
         blocks_used: Number of blocks that running requests use.
         preempted: Number of times that a sequence gave up its blocks, to be computed again later.
         prompt_tokens: Number of prompt tokens since the start.
-        cached_tokens: Number of these prompt tokens that were found in the cache.
-        new_tokens: Number of tokens generated since the start.
+        cached_tokens: Number of these prompt tokens that were found in the cache, counted when
+            their requests end.
+        new_tokens: Number of tokens generated since the start. A completed beam search counts with
+            its best answer.
         drafted_tokens: Number of drafts that steps have checked (speculative decoding).
         accepted_tokens: Number of these drafts that were correct.
         choosing_rows: Number of times that a step has chosen one token for a sequence, in addition

@@ -56,9 +56,11 @@ class ChunkMemory:
 
     Attributes:
         sizes: Sizes of chunks and neighbors.
-        inputs: Inputs of the first Retro layer's cross-attention, [blocks, m, h]. The encoder of
-            neighbors reads the inputs of a whole chunk, which may be computed over several steps.
-        layers: Keys and values of the chunks' neighbors by layer number, [2, blocks r k, n, d].
+        inputs: Inputs of the first Retro layer's cross-attention, [blocks + 1, m, h]. The
+            encoder of neighbors reads the inputs of a whole chunk, which may be computed over
+            several steps.
+        layers: Keys and values of the chunks' neighbors by 1-based layer number,
+            [2, (blocks + 1) r k, n, d].
         size_bytes: Size of all tensors in bytes.
     """
 
@@ -193,7 +195,10 @@ class RetroExecutor(Executor):
         self._retrieve = retrieve
 
     def retrieved(self, plan: StepPlan) -> list[Retrieved]:
-        """Return the passages of chunks that a plan completes or finds in the cache, each once."""
+        """Return the passages of chunks that a plan completes or finds in the cache.
+
+        Each chunk of a sequence is reported once.
+        """
         m, events = self.chunk_memory.sizes.chunk, []
         for row in plan:
             # A preempted sequence recomputes chunks that have already been reported.
@@ -298,15 +303,15 @@ def build_any_engine(
         loaded: The model. GPT models must be built in a `serving_context`.
         device: Device that the model is on.
         options: Options of the engine. For Retro, the length of a chunk replaces the block size,
-            and steps are not recorded as graphs.
+            steps are not recorded as graphs, and there are no drafts.
         embedder: For Retro, the value of --bert-embedder-load (`open_retriever`).
         replica: Ranks of this copy of the model, as for `build_engine`.
 
     Raises:
         CheckpointError: There is no embedding network.
-        ConfigError: Not even one block fits in memory, or Retro's working folder does not fit the
-            embedding network.
-        DataError: Retro's working folder is damaged or belongs to a different model.
+        ConfigError: `build_engine` or `make_cache` rejects the model or the options, or Retro's
+            working folder does not fit the embedding network.
+        DataError: Retro's working folder is damaged, or was made with a different tokenizer.
     """
     model, config = loaded.model, loaded.config
     if not isinstance(model, RetroModel):

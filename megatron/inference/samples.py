@@ -275,7 +275,13 @@ class SampleInbox:
         self._in_progress: dict[str, _UnfinishedText] = {}
 
     def poll(self, wait: float) -> list[Command]:
-        """Return the next requests, or the command to shut down once all are answered."""
+        """Return the next requests, or the command to shut down once all are answered.
+
+        Store an error for each prompt that cannot be answered.
+
+        Args:
+            wait: Not used, because prompts need not be waited for.
+        """
         commands: list[Command] = []
         while len(self._in_progress) < self.max_in_progress:
             index, prompt = next(self.prompts, (None, None))
@@ -375,7 +381,7 @@ class SampleFile:
     """
 
     def __init__(self, path: Path, flag: str = "--sample-output-file") -> None:
-        """Open the file, and remove an incomplete last line.
+        """Open or create the file, and remove an incomplete last line.
 
         Args:
             path: Path of the file.
@@ -452,7 +458,8 @@ class SampleFile:
         """Save the settings next to a new file, or compare them with those of a continued file.
 
         Raises:
-            StorageError: The samples were drawn with different settings.
+            StorageError: The samples were drawn with different settings, or the settings cannot be
+                read or written.
         """
         save_or_check_settings(self.path, settings, self.done, "samples were drawn")
 
@@ -468,7 +475,7 @@ def read_prompts(path: Path, flag: str = "--sample-input-file") -> list[str]:
         flag: The flag that names the file, for error messages.
 
     Raises:
-        DataError: The file is missing, or a line is not a prompt.
+        DataError: The file cannot be read, is not UTF-8, or has a line that is not a prompt.
     """
     try:
         data = path.read_bytes()

@@ -32,7 +32,8 @@ class GeneratedText:
         length: Number of tokens in the text.
         finished: Whether the model ended the text with its end-of-document token.
         error: The reason there is no text, or "" if there is one.
-        passages: Fields of each `NeighborPassage` that Retro has read; `None` for other models.
+        passages: Fields of each `NeighborPassage` that Retro has read; `None` for other models, and
+            if there are none.
     """
 
     prompt: str | None
@@ -44,7 +45,11 @@ class GeneratedText:
 
 
 class SharedPrompts:
-    """The remaining prompts, as seen by one copy of the model."""
+    """The remaining prompts, as seen by one copy of the model.
+
+    Attributes:
+        failed: On rank 0, the number of written texts that are errors. 0 on the other ranks.
+    """
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class SharedPrompts:
         done: int = 0,
         write: Callable[[GeneratedText], None] | None = None,
     ) -> None:
-        """Start sharing. Each copy's first rank must call this.
+        """Start sharing. Each copy's first rank must call this, and waits for rank 0's call.
 
         Args:
             store: A store that the first ranks share.
@@ -84,7 +89,7 @@ class SharedPrompts:
             yield index, self._prompts[index]
 
     def put(self, index: int, text: GeneratedText) -> None:
-        """Store the text of a claimed prompt."""
+        """Store the text of a claimed prompt. Rank 0 also writes all texts whose turn it is."""
         if self._write is None:
             self._store.set(f"text/{index}", json.dumps(asdict(text)))
         else:

@@ -31,7 +31,7 @@ class Tokenizer(ABC):
     Reading the id of a special token that the tokenizer does not have raises a ConfigError.
 
     Args:
-        kind: The `--tokenizer-type` of the tokenizer.
+        kind: The `--tokenizer-type` of the tokenizer, with aliases resolved.
         digest: The digest of everything that determines the ids (files and options).
         special_ids: The ids of the tokenizer's special tokens by name: any of `eod`, `bos`, `eos`,
             `cls`, `sep`, `pad` and `mask`.
@@ -40,7 +40,8 @@ class Tokenizer(ABC):
 
     Attributes:
         vocab_size: The number of entries, including appended ones but no padding.
-        text_vocab_size: The number of entries in the tokenizer's files, without appended ones.
+        text_vocab_size: For BERT's WordPiece, the number of entries in the file, without appended
+            ones. For other tokenizers, the same as `vocab_size`.
         appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.
         additional_special_tokens_ids: The ids of T5's sentinels, whether appended or not.
         special_spacing: A description of any setting that changes the ids of
@@ -92,7 +93,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
+        """Return the token ids of a text.
+
+        Raises:
+            DataError: The tokenizer rejects the text.
+        """
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:

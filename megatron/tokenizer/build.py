@@ -48,7 +48,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that `--tokenizer-type` names from its files.
 
     Raises:
-        ConfigError: The type is missing or unknown, or other flags do not match the type.
+        ConfigError: The type is missing or unknown, other flags do not match the type or its files,
+            or the type needs a tokenizer.json or a package that is missing.
         DataError: A file is missing or damaged.
     """
     kind = config.tokenizer_type
@@ -67,7 +68,7 @@ def padded_vocabulary(config: RunConfig) -> int:
     """Return the number of rows in a run's word embedding, including padding.
 
     Raises:
-        ConfigError: The tokenizer's flags contradict each other.
+        ConfigError: The tokenizer's flags are missing or invalid (`build_tokenizer`).
         DataError: A file of the tokenizer is missing or damaged.
     """
     size = build_tokenizer(config.tokenizer).vocab_size

@@ -173,7 +173,7 @@ class ChatTemplate:
             add_generation_prompt: Whether the text ends with the beginning of the model's answer.
 
         Raises:
-            DataError: The template refuses these messages.
+            DataError: The template refuses these messages, fails on them, or writes too much text.
         """
         return self.render_marked(messages, inputs, add_generation_prompt=add_generation_prompt)[0]
 
@@ -195,7 +195,7 @@ class ChatTemplate:
             The text, and the start and end (exclusive) of each span in characters.
 
         Raises:
-            DataError: The template refuses these messages.
+            DataError: The template refuses these messages, fails on them, or writes too much text.
         """
         variables = {"tools": None, "documents": None, **self._special, **(inputs or {})}
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
@@ -236,7 +236,8 @@ class Chat(NamedTuple):
         inputs: Other variables of the template, such as `tools`.
         prompt: The number of leading messages that form the prompt. All text after them is trained
             on. `None` means that the assistant's turns are trained on.
-        untrained: The assistant's turns to exclude from training, counted from 0.
+        untrained: The assistant's turns to exclude from training, counted from 0. No effect with
+            `prompt`.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -253,12 +254,13 @@ def trained_text(
     The spans are the assistant's turns, each including the token that ends it. If the template
     marks text with `{% generation %}`, the marks define the turns. Otherwise a turn is the text
     that the template appends to a prompt made of the earlier messages. Such a template must write
-    the earlier messages the same way with and without the turn.
+    the earlier messages the same way with and without the turn. If `chat.prompt` is set, the only
+    span is all text after the prompt.
 
     Args:
         template: The template of the model to train.
         chat: The conversation, and which of its turns to train on.
-        last_only: Whether to train only on the assistant's last turn.
+        last_only: Whether to train only on the assistant's last turn. No effect with `chat.prompt`.
 
     Returns:
         The text, and the start and end (exclusive) of each span in characters.
@@ -403,6 +405,9 @@ def find_template(chat_template: str | None, tokenizer_model: str | None) -> str
 def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
     """Return the texts of special tokens by name from the tokenizer's tokenizer_config.json.
 
+    The names are `bos_token`, `eos_token`, `pad_token` and `unk_token`, except any that the file
+    does not set. Without such a file, the result is empty.
+
     Args:
         tokenizer_model: The tokenizer's file or folder.
 
@@ -420,6 +425,8 @@ def special_tokens(tokenizer_model: str | None) -> dict[str, str]:
 
 def added_tokens(tokenizer_model: str | None) -> list[str]:
     """Return the texts of added tokens from the tokenizer's tokenizer_config.json.
+
+    Without such a file, the result is empty.
 
     Args:
         tokenizer_model: The tokenizer's file or folder.

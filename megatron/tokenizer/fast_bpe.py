@@ -85,7 +85,7 @@ def compiled_encoder(key: str) -> tuple[GigatokenEncoder, int, int] | None:
 
     Returns:
         The encoder, the size of its vocabulary, and the id that ends a document, or `None` if no
-        encoder is cached.
+        valid encoder is cached or gigatoken is not installed.
     """
     if importlib.util.find_spec("gigatoken") is None:
         return None

@@ -29,7 +29,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
     T5's model gives T5's vocabulary.
 
     Raises:
-        DataError: `--tokenizer-model` is missing or not a SentencePiece model.
+        DataError: `--tokenizer-model` is missing or not a SentencePiece model, or a
+            tokenizer_config.json in its folder cannot be read or is not JSON.
         ConfigError: `--vocab-extra-ids` is given for a model that has its own sentinels.
     """
 
@@ -182,7 +183,9 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """A GPTSentencePieceTokenizer that puts `<s>` before each text.
 
     Raises:
-        DataError: The model has no beginning-of-sequence token.
+        DataError: The model has no beginning-of-sequence token, or `GPTSentencePieceTokenizer`
+            rejects it.
+        ConfigError: `--vocab-extra-ids` is given for a model that has its own sentinels.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:

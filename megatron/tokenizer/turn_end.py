@@ -21,6 +21,8 @@ _MESSAGES = [{"role": "user", "content": "No?"}, {"role": "assistant", "content"
 def find_turn_end(source: str, special: Mapping[str, str], tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends the assistant's turn, or `None` if no single token does.
 
+    The result is also `None` if rendering fails or takes too long.
+
     Generation stops at this token. The template is not trusted, so it is rendered in a separate
     process with a limit on processor time.
 

@@ -43,7 +43,7 @@ class WordPieceTokenizer(Tokenizer):
     BertWordPieceCase if the file has capitalized words and BertWordPieceLowerCase otherwise.
 
     Raises:
-        DataError: The file is missing, or lacks an entry that BERT needs.
+        DataError: The file is missing or damaged, or lacks an entry that BERT needs.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:

@@ -19,7 +19,7 @@ def open_listener(server: ServerConfig) -> socket.socket:
         server: Flags of the server.
 
     Raises:
-        ConfigError: The address is in use, or does not belong to this machine.
+        ConfigError: The address is in use, does not belong to this machine, or is not allowed.
     """
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

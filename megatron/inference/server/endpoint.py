@@ -56,7 +56,7 @@ class ApiError(Exception):
         message: Description of the problem and its remedy.
         field: Name of the invalid field, or `None` if the error is not about a single field.
         keeps_status: Whether the status is kept under `--legacy-status-codes`. If not, that flag
-            changes it to 200.
+            changes it to 200 in answers of `/api`.
     """
 
     status: int
@@ -173,7 +173,8 @@ class Endpoint:
         """Answer one request.
 
         Raises:
-            ApiError: The request is rejected. The application's exception handler answers it.
+            ApiError: The request is rejected, or its answer failed before any of it was sent. The
+                application's exception handler answers it.
         """
         request = Request(scope, receive)
         client_address.set(request.client.host if request.client else "")

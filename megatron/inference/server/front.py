@@ -93,7 +93,9 @@ def _configure(service: Service) -> uvicorn.Config:
 
 
 def timed_protocol(limits: ServerLimits) -> type[H11Protocol]:
-    """Return a uvicorn protocol that closes connections whose request does not arrive in time.
+    """Return a uvicorn protocol that closes connections whose headers do not arrive in time.
+
+    It also closes connections in excess of the maximum number.
 
     uvicorn itself waits for headers forever, and any byte stops its keep-alive timer, so clients
     that send a byte a minute could occupy all connections.

@@ -52,15 +52,15 @@ class MegatronRequest(BaseModel):
         top_p_decay: Multiply top_p by this factor after each token. 0 keeps it constant.
         top_p_bound: Value below which top_p does not decay.
         add_BOS: Put the end-of-document token before each prompt.
-        stop_on_double_eol: End an answer at the first empty line.
-        stop_on_eol: End an answer at the first newline.
+        stop_on_double_eol: End an answer at the first empty line. No effect in a beam search.
+        stop_on_eol: End an answer at the first newline. No effect in a beam search.
         prevent_newline_after_colon: Never choose a newline right after a colon.
         random_seed: Seed for sampling. The same seed gives the same answers.
         no_log: Do not write this request to the server's log, even under --log-requests.
         beam_width: Number of beams. Instead of sampling, a beam search returns the best answers, as
             many as there are beams.
-        stop_token: Token that ends the answers of a beam search. The default is the tokenizer's
-            end of document.
+        stop_token: Token that ends the answers of a beam search. By default, the tokens that end
+            all other answers do, such as the tokenizer's end of document.
         length_penalty: A beam search divides each score by the answer's length raised to this
             power.
         model: Name of the model or of one of its adapters, as in /v1/models. The default is the

@@ -181,13 +181,16 @@ def _panel(settings: FrontSettings, url: str, engine: Sequence[PanelRow]) -> str
 
 
 def find_token(server: ServerConfig) -> str | None:
-    """Return the access token that clients must send, or `None` if only this machine can connect.
+    """Return the access token that clients must send, or `None` if they need none.
+
+    They need none if --auth-token-file is not given and only this machine can connect.
 
     Args:
         server: Flags of the server.
 
     Raises:
-        ConfigError: The token is missing, cannot be read, or is easy to guess.
+        ConfigError: The token is missing, cannot be read, or is not a single word of at least 16
+            ASCII characters.
     """
     path = server.auth_token_file
     if path is None:

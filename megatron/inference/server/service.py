@@ -113,7 +113,11 @@ class EngineClient:
             self._send(Cancel(name))
 
     async def run(self) -> None:
-        """Pass events to their queues until rank 0 is gone, then end all requests with an error."""
+        """Pass events to their queues until rank 0 is gone, then end all requests with an error.
+
+        Raises:
+            MessageError: Rank 0 has sent an invalid message. All requests have ended then, too.
+        """
         unpacker = Unpacker[Report](Report)
         try:
             while data := await self._reader.read(CHUNK):
@@ -414,6 +418,8 @@ class AnswerGroup:
     async def whole(self) -> list[TextPiece]:
         """Return each answer as a single piece once all answers are complete.
 
+        The pieces have no passages, which are in `answers`.
+
         Raises:
             ApiError: The engine cannot answer the request (422), or it failed (500).
         """
@@ -439,12 +445,16 @@ class Service:
     """The tokenizer, the engine and the settings of a server."""
 
     def __init__(self, settings: FrontSettings, tokenizer: Tokenizer, engine: EngineClient) -> None:
-        """Store the settings, and create the processes that tokenize.
+        """Store the settings. The processes that tokenize do not run until `texts.start` is called.
 
         Args:
             settings: Settings of the server.
             tokenizer: Tokenizer of the model.
             engine: The connection to the engine.
+
+        Raises:
+            ConfigError: The text of a single token could be too long.
+            DataError: The tokenizer's decoder could take an unbounded time to decode a token.
         """
         self.settings = settings
         self.tokenizer = tokenizer
@@ -521,11 +531,11 @@ class Service:
 
     @staticmethod
     def seed_of(seed: int | None, index: int) -> int | None:
-        """Return the seed of one of a request's sequences. Equal prompts get different seeds.
+        """Return the seed of one of a request's sequences, which is different for each index.
 
         Args:
             seed: Seed of the request. `None` or a number below 0 means that it has none.
-            index: Index of the sequence within the request.
+            index: Index of the prompt (`PUT /api`), or of the answer to its prompt (OpenAI's API).
 
         Returns:
             The sequence's seed, or `None` if the request has none.

@@ -23,7 +23,8 @@ class ServerLimits:
         write_seconds: Maximum time for a client to read the bytes sent to it. A slower client is
             disconnected.
         large_body_speed: Maximum bytes per second read from one address, in bodies over 64 KiB.
-        connections: Maximum number of open connections. Further ones are closed immediately.
+        connections: Maximum number of open connections. Further ones are closed immediately. The
+            number is lowered if the process may not open as many files.
         text_seconds: Maximum time to tokenize a request's texts, or to render its conversation.
         text_memory: Memory for this work, in bytes, in addition to the tokenizer's own.
         long_texts: Maximum number of requests with long texts that are being tokenized or waiting
@@ -48,7 +49,7 @@ class FrontSettings:
     Attributes:
         model: The model's name for OpenAI clients.
         tokenizer: The tokenizer's files.
-        engine: The engine's limits.
+        engine: The engine's limits. The server's flags may lower the maximum length.
         server: The server's flags.
         limits: Limits that have no flag.
         stop_tokens: Ids of tokens that end an answer, in addition to the tokenizer's own.
