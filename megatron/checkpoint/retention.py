@@ -132,10 +132,10 @@ def prune(
 ) -> list[Path]:
     """Delete older checkpoints that this program wrote, except for those that are being read.
 
-    Three more kinds of checkpoints are kept: those of later iterations, left by a run that then
-    went back to an earlier one; those in another program's format with files that differ from the
-    list in `complete`, because that program may still be writing them; and the targets of symbolic
-    links.
+    Four more kinds of checkpoints are kept: `release`; those of later iterations, left by a run
+    that then went back to an earlier one; those in another program's format with files that differ
+    from the list in `complete`, because that program may still be writing them; and the targets of
+    symbolic links.
 
     Args:
         root: Folder of checkpoints.

@@ -394,8 +394,8 @@ def convert_to_native(
         root: Folder of checkpoints, created if it is missing.
         config: Configuration to store in the checkpoint.
         extra: Additional keys for the checkpoint's metadata.
-        keep_optimizer: Also write the optimizer states, averages of the weights, and the position
-            in the schedule.
+        keep_optimizer: Also write the optimizer states, fp8 histories, averages of the weights, the
+            position in the schedule, and the seed for dropout.
         check: A check to run on the checkpoint before publishing it.
 
     Returns:
