@@ -402,7 +402,13 @@ class StagingBuffers(threading.local):
         self._buffer: StagingBuffer | None = None
 
     def for_device(self, device: torch.device) -> StagingBuffer:
-        """Return this thread's buffer for copies between the host and this device."""
+        """Return this thread's buffer for copies between the host and this device.
+
+        The device must be the same in every call from a thread.
+
+        Raises:
+            MemoryError: There is not enough host memory.
+        """
         if self._buffer is None:
             self._buffer = StagingBuffer(Device(device), self._size)
         return self._buffer

@@ -22,8 +22,8 @@ EXIT_SAVED_ON_SIGNAL = 3
 def print_to_stderr(text: str) -> None:
     """Print a line to the error stream immediately, even if output is piped.
 
-    If the disk that holds the log is full, the line is dropped, so that neither the work nor its
-    exit code changes.
+    If it cannot be written, for example because the disk that holds the log is full, the line is
+    dropped, so that neither the work nor its exit code changes.
     """
     try:
         print(text, file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ class CheckpointError(UserError, exit_code=4):
 
 
 class HangError(UserError, exit_code=5):
-    """A rank did not join a collective in time."""
+    """A rank did not join a collective in time, or the processes could not connect."""
 
 
 class DataError(UserError, exit_code=6):
@@ -91,7 +91,7 @@ class TransientFaultError(NumericsError, exit_code=17):
 
 
 class StorageError(UserError, exit_code=8):
-    """A disk is full, read-only or missing."""
+    """A file or folder cannot be written, for example because the disk is full or read-only."""
 
 
 class ShortageError(UserError, exit_code=10):

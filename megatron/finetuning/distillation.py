@@ -163,7 +163,10 @@ class Distillation(Extras):
         return model_plan(saved.model, vocabulary)
 
     def begin(self, run: Run) -> None:
-        """Load the teacher that --teacher-load names. Collective."""
+        """Load the teacher that --teacher-load names, if any. Collective.
+
+        The run's plan and the shape of its pipeline messages then include the teacher.
+        """
         folder = run.config.distillation.teacher_load
         if folder is None:
             return

@@ -143,7 +143,8 @@ class KTORecipe(PreferenceRecipe):
     def reported(self, losses: Mapping[str, float]) -> dict[str, float]:
         """Return the values to log, including the margin.
 
-        Values that exist for only one kind of answer are averaged over the answers of that kind.
+        Values that exist for only one kind of answer are averaged over the answers of that kind, or
+        are 0 if the batch has none.
         """
         shares = {True: losses[_SHARE], False: 1 - losses[_SHARE]}
         values = dict(losses)

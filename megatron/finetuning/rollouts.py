@@ -241,7 +241,8 @@ def label_log_probs(
     """Return log softmax(logits)[label] over the vocabulary without its padding, fp32 [b, s].
 
     Args:
-        logits: This tensor rank's part of the logits, [b, s, v/t]. Their gradient overwrites them.
+        logits: This tensor rank's part of the logits, [b, s, v/t]. Their gradient may overwrite
+            them.
         labels: The labels, [b, s].
         vocabulary: The tensor axis, and the size of the vocabulary without padding.
         cross_entropy: The implementation, a kernel or plain PyTorch.

@@ -86,7 +86,7 @@ def open_teacher(
         The checkpoint and the configuration of its model.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it contains a different kind of network.
+        CheckpointError: There is no intact checkpoint, or it contains a different kind of network.
     """
     options = config.checkpoint
     reader = open_existing(
@@ -126,9 +126,10 @@ def load_teacher(
         flag: The flag that names the folder, for messages.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it contains a different kind of network or a
-            network with a different tokenizer.
-        ConfigError: The network cannot be split over the processes.
+        CheckpointError: There is no intact checkpoint, or it contains a different kind of network
+            or a network with a different tokenizer.
+        ConfigError: The network cannot be split over the processes, or does not support the
+            sequence length or the recorded passes of the run.
     """
     reader, saved = open_teacher(folder, config, flag=flag, layout=layout)
     _check_tokenizer(reader, saved.tokenizer, tokenizer, f"{flag} {folder}")
@@ -235,7 +236,7 @@ def save_logits(config: RunConfig, recipe: LearningRecipe, device: Device, layou
         StorageError: A file cannot be written.
         CheckpointError: The teacher's checkpoint is missing, is not a GPT, or has a different
             tokenizer.
-        ConfigError: The teacher cannot be split over the processes, or there are no training
+        ConfigError: The teacher does not fit the run (`load_teacher`), or there are no training
             samples.
     """
     options = config.distillation

@@ -31,7 +31,10 @@ _MAX_INTERRUPTS = 3  # pressing Ctrl-C this many times ends the process immediat
 
 
 def report(error: Exception, launch: Launch) -> None:
-    """Print a `UserError` as its message, and any other exception with its traceback."""
+    """Print a `UserError` as its message, and any other exception with its traceback.
+
+    The text is also passed to torchrun, for its final report.
+    """
     # These errors are the same on all ranks.
     is_same_on_all_ranks = isinstance(error, ConfigError | NumericsError | CrashLoopError)
     prefix = "" if is_same_on_all_ranks or launch.world_size == 1 else f"[rank {launch.rank}] "
@@ -107,7 +110,8 @@ class ExitRequest:
     """A request to exit early, because of a signal, a time limit, a file, or closed output.
 
     The request only sets a flag, which is reduced over all ranks together with the losses of every
-    step. If any rank has a request, all ranks exit after the same iteration, with a checkpoint.
+    step. If any rank has a request, all ranks exit after the same iteration, with a checkpoint if
+    --save is given.
 
     Args:
         handle_signals: Whether to install handlers for SIGTERM and SIGINT.
@@ -132,7 +136,7 @@ class ExitRequest:
             signal.signal(signum, self._handle)
 
     def close(self) -> None:
-        """Ignore SIGTERM from here on, because all ranks have agreed to exit.
+        """Ignore SIGTERM from here on if it was handled, because all ranks have agreed to exit.
 
         A scheduler's signal reaches some ranks later than others. Python removes handlers while it
         shuts down, so a late signal would kill the process and change its exit code.

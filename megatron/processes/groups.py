@@ -59,7 +59,7 @@ def process_group(
         hang_files: The files in which a hang is recorded, if any.
 
     Raises:
-        ConfigError: The device of some process does not meet the requirements of the run.
+        ConfigError: A device does not meet a requirement, or the address or port is not valid.
         HangError: The processes did not all connect in time, or one ended in the meantime.
         SystemExit: A process failed and has printed the reason.
     """
@@ -181,7 +181,7 @@ class DeviceReport(NamedTuple):
     Attributes:
         type: "cuda" or "cpu".
         machine: The machine's name.
-        unmet: The rules of `config.rules_parallel` that the device violates, one line each.
+        unmet: The requirements that the device does not meet, one line each.
     """
 
     type: str

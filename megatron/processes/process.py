@@ -50,6 +50,7 @@ def run_process(arguments: Sequence[str], work: Callable[[Launch], int]) -> int:
         process.
 
     Raises:
+        SystemExit: One of several connected processes failed, and the reason has been printed.
         Exception: The work failed with any other error.
     """
     prepare_streams()
@@ -98,8 +99,9 @@ def processes(
         crashes: The log that records a failure of this process, if any.
 
     Raises:
-        ConfigError: The device does not support a flag.
-        HangError: The processes did not all connect in time.
+        ConfigError: The device of a process does not support a flag, only some processes have a
+            GPU, processes would share a GPU, or the launcher gave no valid address and port.
+        HangError: The processes did not all connect in time, or one ended in the meantime.
         SystemExit: A process failed and has printed the reason.
     """
     launch = with_local_rank(launch, config.parallel.local_rank)

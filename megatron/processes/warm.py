@@ -35,7 +35,7 @@ def start_warm(arguments: argparse.Namespace) -> None:
     """Change torchrun's arguments so that ranks are forks of a server, and start the server.
 
     Nothing changes without --max-restarts, or if torchrun runs something other than a Python file
-    or module.
+    or module that exists.
 
     Args:
         arguments: torchrun's parsed arguments.

@@ -95,7 +95,7 @@ class State:
 
     Attributes:
         beat: A counter that increases as long as the process is alive.
-        iteration: The current update, counted from 1.
+        iteration: The current update, counted from 1; 0 before the first.
         operation: A description of the current operation.
         operation_count: The number of operations entered so far.
         wait: The collective or message that the process is waiting for, if any.
@@ -137,7 +137,7 @@ def explain(
         seconds: The time limit for a collective or message.
 
     Returns:
-        The ranks that kept the others waiting, and the report.
+        The ranks that kept the others waiting (none if every rank has joined), and the report.
     """
     waiting = waiting_states(states, silent)
     absent_by_rank = {
@@ -355,7 +355,8 @@ class Watchdog:
         """Make the watch thread end this process after some time, unless it has ended by itself.
 
         Args:
-            seconds: The time until the process is ended. An earlier deadline stays in force.
+            seconds: The time until the process is ended. An earlier deadline stays in force, with
+                the new code and message.
             code: The exit code.
             text: The last message of the process, or `None` if it has already printed why it ends.
         """

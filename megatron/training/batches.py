@@ -200,7 +200,7 @@ def samples_needed(config: RunConfig, train_iterations: int, start: Progress) ->
     """Return the numbers of training, validation and test samples of the run, as Megatron does.
 
     The training samples include those of earlier updates, whose batches may have been larger. With
-    --full-validation, the number of validation samples depends on the data.
+    --full-validation, the number of validation samples is `None`: it depends on the data.
 
     Args:
         config: The run's configuration.

@@ -23,7 +23,8 @@ def open_trunk(config: RunConfig, root: Path, layout: Layout) -> Reader:
         layout: The grid of processes as this process sees it.
 
     Raises:
-        CheckpointError: The folder contains no intact checkpoint.
+        CheckpointError: The folder contains no intact checkpoint, or none of the iteration in
+            --lr-wsd-branch-step.
     """
     reader = open_root(
         root,
@@ -65,7 +66,11 @@ def with_branch_length(config: RunConfig, reader: Reader | None) -> RunConfig:
 
 
 def resumed_schedules(run: Run, reader: Reader) -> tuple[Schedules, int]:
-    """Return the schedules with which a run continues, and their position in samples."""
+    """Return the schedules with which a run continues, and their position in samples.
+
+    Raises:
+        CheckpointError: The saved schedules are invalid, or do not fit the flags.
+    """
     saved, options = reader.meta["schedule"], run.config.schedule
     if options.lr_wsd_branch_from is None:
         return run.schedules.resumed(

@@ -256,6 +256,11 @@ def parallelize(
         layout: The grid of processes as this process sees it.
         device: The device on which this process computes.
         is_loaded: Whether a checkpoint will replace the initial weights.
+
+    Raises:
+        ConfigError: Weights are not initialized (--no-initialization) and not loaded, a pattern of
+            frozen or adapted weights matches nothing, a process has no weights to train, or GPUs
+            cannot map each other's memory for --tp-comm-overlap.
     """
     parallel, pipeline = config.parallel, layout.pipeline
     plan = model_plan(config.model, vocabulary, recipe.head)

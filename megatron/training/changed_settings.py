@@ -43,9 +43,10 @@ _NOT_OF_SCHEDULES = (
 def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
     """Yield a log line for each setting that has changed since the checkpoint.
 
-    Megatron-LM's checkpoints contain some flags that we do not have. For these checkpoints, and for
-    those converted from them, only the settings that determine the order of samples are compared.
-    There are no lines for a Hugging Face model, because it was not trained by a run.
+    Settings for checkpoints, logging, profiling and reliability are not compared. Megatron-LM's
+    checkpoints contain some flags that we do not have. For these checkpoints, and for those
+    converted from them, only the settings that determine the order of samples are compared. There
+    are no lines for a Hugging Face model, because it was not trained by a run.
     """
     current, meta = flatten_options(config), reader.meta
     # Determine whether the schedules continue as they were saved (`Schedules.resumed`).
@@ -89,7 +90,7 @@ def changed_settings(config: RunConfig, reader: Reader) -> Iterator[str]:
 
 
 def changed_corpus(corpus: str | None, reader: Reader) -> Iterator[str]:
-    """Yield a warning if the content of the training data has changed.
+    """Yield a warning if the content of the training data is known to have changed.
 
     Args:
         corpus: The fingerprint of the run's data, or `None` if it is unknown.

@@ -32,7 +32,10 @@ from megatron.training.run import Run
 
 
 def save_run(run: Run) -> Path:
-    """Write the run's state to a new checkpoint in --save, and return its folder. Collective."""
+    """Write the run's state to a new checkpoint in --save, and return its folder. Collective.
+
+    Older checkpoints are then deleted if the flags ask for that (`keep_of`).
+    """
     options, iteration = run.config.checkpoint, run.progress.iteration
     assert options.save
     start_time = time.perf_counter()

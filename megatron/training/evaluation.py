@@ -22,7 +22,8 @@ from megatron.training.step import StepOutcome, reduce_losses
 def evaluate(run: Run, dataset: SampleDataset, *, skip: int) -> dict[str, float] | None:
     """Compute mean losses over `--eval-iters` global batches. Collective.
 
-    With --calculate-per-token-loss, the mean is over all labels in the loss mask.
+    The model stays in evaluation mode until the next update. With --calculate-per-token-loss, the
+    mean is over all labels in the loss mask.
 
     Args:
         run: The run whose model is evaluated.
@@ -98,9 +99,11 @@ def evaluate_and_report(
     skip: int,
     at_end_of_training: bool = False,
 ) -> None:
-    """Evaluate a split unless it is empty, print Megatron's lines and write the scalars.
+    """Evaluate a split, print Megatron's lines and write the scalars. Collective.
 
-    With --multiple-validation-sets, each set has its own lines and scalars.
+    Nothing happens if the split is empty or the flags ask for no evaluation of it. If a rank is
+    asked to exit immediately, the evaluation ends without further lines or scalars. With
+    --multiple-validation-sets, each validation set has its own lines and scalars.
 
     Args:
         run: The run whose model is evaluated.

@@ -54,9 +54,9 @@ def local_mixtures(run: Run) -> list[int]:
 def expert_load_part(run: Run) -> Tensor:
     """Return this rank's contribution to all experts' token counts since the last log line.
 
-    At iterations without a log line the result is empty, and counting continues. The contributions
-    of all ranks add up to the counts of the whole model: fp32, all experts of the first mixture
-    layer, then those of the second, and so on.
+    The counts are reset to 0. At iterations without a log line the result is empty instead, and
+    counting continues. The contributions of all ranks add up to the counts of the whole model:
+    fp32, all experts of the first mixture layer, then those of the second, and so on.
     """
     device = run.device.torch_device
     if (run.progress.iteration + 1) % run.config.logging.log_interval:
@@ -145,8 +145,9 @@ class ExpertLoad:
     def picture(self) -> NDArray[np.uint8]:
         """Return a heat map, RGB [height, width, 3]: a row per layer, a square per expert.
 
-        White is an even share. Experts with fewer tokens are blue and those with more are red, on a
-        logarithmic scale whose ends are `OVERLOADED` and its inverse.
+        White is an even share, or the absence of an expert in a smaller layer. Experts with fewer
+        tokens are blue and those with more are red, on a logarithmic scale whose ends are
+        `OVERLOADED` and its inverse.
         """
         widest = max(len(load) for load in self.layers.values())
         rows = np.ones((len(self.layers), widest))

@@ -33,7 +33,8 @@ class ExchangePlan:
             choices are equally likely.
         max_destinations: The maximum number of other processes to which a token is sent.
         bytes_per_copy: Bytes sent in the forward and backward passes for each token and other
-            process: the token with its choices, the result, and the gradients of both.
+            process: the token with its choices and weights, the result, and the gradients of all
+            but the choices.
     """
 
     local: int

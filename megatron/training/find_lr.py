@@ -85,8 +85,10 @@ def run(options: argparse.Namespace) -> int:
         The exit code: 0 with a suggestion, 1 without one.
 
     Raises:
-        ConfigError: A flag is out of range, or the command did not train to the end.
+        ConfigError: A flag is out of range, the results exist and --overwrite is not given, or the
+            command did not train to the end.
         DataError: The command did not write the losses.
+        StorageError: --output cannot be written.
     """
     _check(options)
     folder: Path = options.output
@@ -232,8 +234,8 @@ def analyze_curve(curve: RateCurve) -> RangeTestResult:
     """Suggest a learning rate from a curve, or say why none can be suggested.
 
     The losses are smoothed by a moving average. The loss must fall clearly, that is by four times
-    the noise of the average, and rise again clearly before the end. The suggestion is a tenth of
-    the rate with the lowest loss: a short test tolerates larger rates than a long run.
+    the noise of the average, and rise again clearly or diverge before the end. The suggestion is a
+    tenth of the rate with the lowest loss: a short test tolerates larger rates than a long run.
     """
     finite = next(
         (index for index, loss in enumerate(curve.losses) if not math.isfinite(loss)),

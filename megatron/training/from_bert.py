@@ -28,7 +28,9 @@ class StartFromBert(Extras):
     """An extra step that initializes both towers of a bi-encoder from the model in --bert-load."""
 
     def begin(self, run: Run) -> None:
-        """Load the BERT model, unless the run continues from its own checkpoint. Collective.
+        """Load the BERT model if --bert-load names one. Collective.
+
+        Nothing is loaded if the run continues from its own checkpoint or with --finetune.
 
         Raises:
             CheckpointError: There is no checkpoint, or it is not for a BERT of this size.

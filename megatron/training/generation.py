@@ -36,7 +36,7 @@ class GeneratedAnswer(NamedTuple):
     Attributes:
         tokens: The token ids of the answer, including the token that ended it, if any.
         log_probs: The log-probability of each token, if the sampling settings ask for them.
-        problem: Why there is no answer, or an empty string.
+        problem: Why there is no answer, or why it is incomplete; otherwise an empty string.
     """
 
     tokens: list[int]
@@ -45,7 +45,9 @@ class GeneratedAnswer(NamedTuple):
 
 
 class AnswerGenerator:
-    """A generator of answers from a run's own model. Every method is collective over `replica`.
+    """A generator of answers from a run's own model.
+
+    The constructor is collective over all ranks, and `answer` over `replica`.
 
     Args:
         run: The run.
@@ -56,8 +58,9 @@ class AnswerGenerator:
             because each answer needs memory for its keys and values.
 
     Attributes:
-        ends: The tokens that end an answer: the end-of-document token and, with --sft, the
-            end-of-turn token.
+        ends: The tokens that should end an answer: the end-of-document token and, with --sft and a
+            chat template, its end-of-turn token, if the tokenizer has them. `answer` stops only at
+            the stop tokens in the sampling settings.
     """
 
     def __init__(self, run: Run, *, replica: Axis | None = None, max_concurrent: int = 256) -> None:
@@ -95,8 +98,8 @@ class AnswerGenerator:
         """Answer prompts with the current weights.
 
         Args:
-            requests: For each answer, a name, the tokens of the prompt and the sampling settings.
-                If the settings have no seed, random draws depend on --seed and the name.
+            requests: For each answer, a unique name, the tokens of the prompt and the sampling
+                settings. If the settings have no seed, random draws depend on --seed and the name.
 
         Returns:
             The answers in the same order. An answer is shorter than requested if it reaches the

@@ -107,6 +107,9 @@ def new_gradient_buffer(
 ) -> GradientBuffer:
     """Plan gradient buckets for unsharded parameters, and build the buffer.
 
+    With --gradient-accumulation-fusion and without PyTorch's DDP, the layers are bound to the
+    buffer, to which their matrix products then add gradients directly.
+
     Args:
         config: The run's configuration.
         plan: The whole network.

@@ -48,7 +48,7 @@ class Health:
         host: The name of the machine.
         device: The name of the device.
         speeds: Speeds by name and unit, for example {"bf16 TFLOP/s": 611.3}.
-        links: The speed in GB/s in each direction to and from other ranks, by rank.
+        links: The speed in GB/s in each direction to and from neighboring ranks, by rank.
         digest: A digest of the result of a fixed product.
         is_stable: Whether the product had the same bits each time.
         clock: Seconds since 1970, read at the same moment on all ranks.
@@ -71,7 +71,7 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
     Args:
         layout: The grid of processes.
         device: The device of this process.
-        folder: A folder whose disk is tested, if any.
+        folder: A folder whose disk is tested, if any. It is created if it does not exist.
 
     Raises:
         StorageError: The folder cannot be written to.
@@ -231,7 +231,7 @@ def _link_speeds(layout: Layout, device: Device) -> dict[int, float]:
 
 
 def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[str]:
-    """Return a line for each slow, faulty or inconsistent rank, link, clock or version.
+    """Return a line for each slow, faulty or inconsistent rank, link, disk, clock or version.
 
     Args:
         rows: The measurements of each rank.

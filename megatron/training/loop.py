@@ -29,12 +29,12 @@ from megatron.training.writers import Writer
 def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callback], Scalars]:
     """Return the run's callbacks in order, and the callback that records evaluation results.
 
-    The profile comes first, because it must enclose only the step. The policy on skipped updates
-    follows, so that nothing is logged or saved after a step that ends the run; a comparison of the
-    replicas comes before the checkpoint for the same reason. Next are the callbacks that belong to
-    an iteration, and the log line that times it. The checkpoint comes before the evaluation, so
-    that a failed evaluation does not lose the training before it. The time in the log line includes
-    neither.
+    The profile comes first, because it must enclose only the step. The policies on suspicious and
+    skipped updates follow, so that nothing is logged or saved after a step that ends the run; a
+    comparison of the replicas comes before the checkpoint for the same reason. Next are the
+    callbacks that belong to an iteration, and the log line that times it. The checkpoint comes
+    before the evaluation, so that a failed evaluation does not lose the training before it. The
+    time in the log line includes neither.
     """
     config = run.config
     scalars = Scalars(writers)

@@ -93,7 +93,7 @@ def _describe_data(run: Run) -> str:
 
 
 def finetuning_rows(run: Run) -> list[PanelRow]:
-    """Return the rows about finetuning on conversations: data, loss and packing."""
+    """Return the rows about finetuning with --sft: data, loss and packing; none without it."""
     options, training = run.config.finetuning, run.config.training
     if not options.sft:
         return []

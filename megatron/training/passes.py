@@ -77,7 +77,7 @@ class Passes:
             dropout is not seeded.
         scale: A function that scales the summed losses before the backward pass.
         forward: A replacement for the recipe's forward that computes something other than losses,
-            or that computes the losses with recorded kernels.
+            or that computes the losses in another way (`forward.TrainingForward`).
         length: The number of tokens to use from each sample; `None` means all.
         micro_batch: The number of samples in a micro-batch; `None` means --micro-batch-size.
         counts_labels: Whether to count labels even without --calculate-per-token-loss.
@@ -92,10 +92,11 @@ class Passes:
             scalars on the device, even if the last part of the model is on another process;
             otherwise empty.
         labels: The number of all labels in a micro-batch, whether they count or not; 0 until it is
-            known.
-        micro_batches: With --rerun-mode, the micro-batches, which `repeated` needs.
-        fingerprints: With --rerun-mode, a fingerprint of each output, by part of the model: the
-            sum of squares of hidden states, or the square of the summed absolute losses.
+            known, and if `counts_labels` is false.
+        micro_batches: In updates with --rerun-mode, the micro-batches, which `repeated` needs;
+            otherwise empty.
+        fingerprints: In updates with --rerun-mode, a fingerprint of each output, by part of the
+            model: the sum of squares of hidden states, or the square of the summed absolute losses.
     """
 
     def __init__(

@@ -54,7 +54,10 @@ _LESS_MEMORY = (
 
 
 class Extras:
-    """Steps that a kind of training adds to pretraining. Every method is collective."""
+    """Steps that a kind of training adds to pretraining.
+
+    Every method is collective except `teacher_plan`, which only rank 0 calls.
+    """
 
     def replace_training(self, config: RunConfig, device: Device, layout: Layout) -> bool:
         """Run another job instead of training if the flags request one; return whether they do.
@@ -105,9 +108,13 @@ def main(
             its recipes have the architecture and the program of `recipe`.
 
     Returns:
-        The exit code: 0 after a complete run; 3 if a signal made the run save and exit; 141 if the
-            run saved and exited because its log was closed; otherwise the code of the error
-            (`megatron.errors`).
+        The exit code: 0 after a complete run, a dry run, or an early exit because of
+            --exit-interval, --exit-duration-in-mins or --kill-switch-file; 3 if a signal made the
+            run save and exit; 141 if the run saved and exited because its log was closed; otherwise
+            the code of the error (`megatron.errors`).
+
+    Raises:
+        SystemExit: One of several connected processes failed. The error has been printed.
     """
     started = time.monotonic()
     arguments = list(sys.argv[1:] if argv is None else argv)

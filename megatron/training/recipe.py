@@ -40,7 +40,8 @@ class ReportsMeans(Protocol):
         """Compute the values to log, under the names of the losses.
 
         Args:
-            losses: The mean of each loss over the labels of a global batch.
+            losses: The mean of each loss over a global batch. A loss in `Recipe.loss_names` that
+                `forward` does not return is 0.
         """
 
 
@@ -75,7 +76,11 @@ class Recipe(Protocol):
         return LANGUAGE_MODEL_HEAD
 
     def loss_names(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the names of the losses that `forward` returns, in the order of the log line."""
+        """Return the names of the losses, in the order of the log line.
+
+        These are the names of the losses that `forward` returns, and of any values that only
+        `ReportsMeans.reported` computes.
+        """
         return ("lm loss",)
 
     def build_part(
@@ -118,7 +123,7 @@ class Recipe(Protocol):
         """Return 1 for each label of a micro-batch that contributes to the loss, and 0 otherwise.
 
         This is used with --calculate-per-token-loss and --full-validation. The shape of the result
-        is constant during a run: `[b, s]` if labels are tokens.
+        is the same for all micro-batches of an update or evaluation: `[b, s]` if labels are tokens.
 
         Args:
             batch: The micro-batch, with whole sequences.

@@ -63,8 +63,9 @@ class RecordedPasses:
 
     There is a recording for each micro-batch shape, and for each way in which its backward pass
     treats existing gradients: the first micro-batch of an update overwrites them, and the others
-    add to them. Warm-up updates, and the first micro-batch of each kind, run without recordings, so
-    that libraries can choose their kernels and allocate memory.
+    add to them. At most `MAX_RECORDINGS` are made, and none after a failure that `may_fail` allows.
+    All other passes run without recordings. Warm-up updates, and the first micro-batch of each
+    kind, run without recordings, so that libraries can choose their kernels and allocate memory.
 
     Args:
         forward: The forward pass of the whole model, which returns losses by log name.

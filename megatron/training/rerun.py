@@ -37,6 +37,9 @@ _NO_PART = 2**31 - 1  # an index after the last part of the model
 class Rerun:
     """The result of a second computation of an update.
 
+    With --rerun-mode report_stats, only the losses are compared. There are then no gradient norms,
+    ranks or hosts, and `undo` does nothing.
+
     Attributes:
         first: The losses and the gradient norm of the first computation.
         second: The losses and the gradient norm of the second computation.
@@ -73,7 +76,7 @@ def is_close(first: float, second: float, tolerance: float) -> bool:
 def first_to_differ(
     forward: Sequence[int], backward: Sequence[bool], stages: Sequence[int]
 ) -> list[int]:
-    """Return the ranks at which two computations diverge.
+    """Return the ranks at which two computations diverge, or none if nothing has changed.
 
     If the forward pass is at fault, the outputs of the faulty part of the model and of all later
     parts change. If no output changes, the gradients of the faulty stage and of all stages before

@@ -62,16 +62,20 @@ _ORDER_HEADS = ("model.pooler.", "model.binary_head.")
 def open_for_loading(config: RunConfig, layout: Layout) -> tuple[RunConfig, Reader | None]:
     """Open the checkpoint in --load, or return `None` if the run starts fresh. Collective.
 
-    If --load contains no checkpoint, --pretrained-checkpoint is opened instead, and the
-    configuration that is returned names it as --load, with --finetune.
+    A run that resumes itself may open a newer non-persistent checkpoint (`open_newest`). If --load
+    contains no checkpoint, that of --lr-wsd-branch-from or --pretrained-checkpoint is opened
+    instead. With the latter, the configuration that is returned names it as --load, with
+    --finetune.
 
     Raises:
         ConfigError: The folder does not exist or contains no checkpoint, although it is not the
             --save folder, or --finetune needs its weights.
         CheckpointError: The path is a file; there is no checkpoint, but
             --exit-on-missing-checkpoint is given; there is no checkpoint of the iteration in
-            --ckpt-step; the folder is not --save, and only its subfolders contain checkpoints; all
-            checkpoints are damaged; or the checkpoint is for a different network.
+            --ckpt-step; only subfolders of the folder contain checkpoints, and it is not --save or
+            --finetune is given; all checkpoints are damaged; or the checkpoint is for a different
+            network.
+        StorageError: A folder of non-persistent checkpoints cannot be created.
     """
     if config.checkpoint.load is None:
         return config, None
@@ -165,10 +169,12 @@ def network_of(options: CheckpointConfig) -> dict[str, Any]:
     """Return the network settings in a checkpoint by "model.field", for --use-checkpoint-args.
 
     Args:
-        options: The checkpoint options, which include --load.
+        options: The checkpoint options, which include --load. If it contains no checkpoint,
+            --pretrained-checkpoint is read instead.
 
     Raises:
-        CheckpointError: There is no checkpoint.
+        CheckpointError: There is no checkpoint, or none of the iteration in --ckpt-step, or none
+            can be read.
     """
     assert options.load is not None
     reader = open_root(
@@ -416,7 +422,8 @@ def _continue_updates(run: Run, reader: Reader) -> None:
 def rewind_run(run: Run, checkpoint: Reader) -> int:
     """Restore the weights and the optimizer from a checkpoint in the middle of training.
 
-    The iterations since then count as skipped: the run continues with the next samples, and its
+    The averaged weights, the fp8 history and the limits for spikes are restored with them. The
+    iterations since then count as skipped: the run continues with the next samples, and its
     schedules continue where they were at the checkpoint. Collective.
 
     Args:

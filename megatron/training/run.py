@@ -108,7 +108,8 @@ class Run(ParallelModel):
         train_batches: This rank's micro-batches, from its position in the sample order.
         pretrained: The checkpoint of a different network that supplied the initial weights, if any.
         save_at: Iterations after which to save, regardless of the interval, because an epoch ends.
-        corpus: The fingerprint of the training data, on rank 0; `None` if tokens are generated.
+        corpus: The fingerprint of the training data; `None` on ranks other than 0, with
+            --skip-train, and if there is no corpus (for example, if tokens are generated).
         record: The run's identity, and when it was first started; `None` without --save.
         useful_seconds: The seconds spent in the iterations so far. An iteration that was repeated
             after a restart counts once.

@@ -90,9 +90,10 @@ def open_newest(
 ) -> Reader | None:
     """Open the newest intact checkpoint, durable or non-persistent, from which a run can resume.
 
-    Collective. Non-persistent checkpoints are ignored in three cases: the run does not resume from
-    its own --save folder; --finetune, --no-load-optim or --ckpt-step is given; or the tracker was
-    set back to an older checkpoint.
+    Collective. The result is `None` if there is none. Non-persistent checkpoints are ignored in
+    four cases: --non-persistent-save-interval is not given; the run does not resume from its own
+    --save folder; --finetune, --no-load-optim or --ckpt-step is given; or the tracker was set back
+    to an older checkpoint.
 
     Args:
         config: The run's configuration, which has --load.
@@ -101,6 +102,7 @@ def open_newest(
 
     Raises:
         CheckpointError: There are checkpoints, but none can be used.
+        StorageError: A folder of non-persistent checkpoints cannot be created.
     """
     options = config.checkpoint
     load, save = options.load, options.save

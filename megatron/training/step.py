@@ -37,6 +37,8 @@ _MIN_SHARE = 1e-30  # replaces a divisor of 0: if no label counts, gradients are
 class UpdateResult(StepResult):
     """The part of an update's outcome that the host reads from the device.
 
+    `found_nonfinite` is also true if a loss of the global batch is not finite.
+
     Attributes:
         losses: The losses of the global batch, by log name: means over micro-batches or, with
             --calculate-per-token-loss, over all labels that count.
@@ -386,7 +388,7 @@ def _ordinary(passes: Passes, run: Run) -> Tensor:
 
 
 def any_rank(flags: Sequence[bool], run: Run) -> list[bool]:
-    """Return for each flag whether any rank has set it. Collective."""
+    """Return for each flag whether any rank has set it. Collective; waits for the device."""
     counts = torch.tensor(flags, dtype=torch.float32, device=run.device.torch_device)
     return [count > 0 for count in all_reduce(counts, run.layout.world).tolist()]
 
@@ -436,7 +438,8 @@ def unpack_router_losses(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the losses of the expert routers by log name, and those of each layer by tag.
 
-    The former are means over mixture layers. All names and tags are Megatron Core's.
+    The former are means over mixture layers. The latter are empty without --moe-per-layer-logging.
+    All names and tags are Megatron Core's.
 
     Args:
         values: The sum over ranks of `router_losses`.

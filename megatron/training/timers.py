@@ -297,7 +297,7 @@ class OperationClock:
         self._end = self._device.mark()
 
     def read(self, chunks: int) -> Tensor:
-        """Return this stage's times: fp64 [1 + 3 * chunks * 2].
+        """Wait for the device, and return this stage's times: fp64 [1 + 3 * chunks * 2].
 
         The first number is the time from the start to the end of the last computation. It is
         followed by the number of operations and their total seconds, chunk by chunk, for the

@@ -37,7 +37,7 @@ class RunStart:
         settings: The value of every setting, keyed by its flag.
         changed: The flags whose values differ from their defaults, because they were given or
             derived from others.
-        facts: Versions, and the rows of the start-up panel.
+        facts: Versions, the machine, and rows of the start-up panel.
     """
 
     program: str
@@ -167,9 +167,10 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run, resumed if `--wandb-id` is given.
+    """A Weights & Biases run, resumed if `--wandb-id` names an existing one.
 
     As in Megatron, its files are written to --wandb-save-dir or, by default, to `wandb` in --save.
+    Without either flag, the package chooses the folder.
 
     Raises:
         ConfigError: The package is missing, no user is logged in, or the server refuses the run.
@@ -228,10 +229,11 @@ class WandbWriter:
 
 
 class JsonLinesWriter:
-    """A file with one JSON object per iteration or evaluation, with floats in full precision.
+    """A file of JSON lines, with floats in full precision.
 
-    Objects are appended, so that a resumed run continues the same file. "time" is in seconds since
-    1970. An object with "event" records what happened, for example "start" (with all settings),
+    Each evaluation, and each iteration at --tensorboard-log-interval, adds an object. Objects are
+    appended, so that a resumed run continues the same file. "time" is in seconds since 1970. An
+    object with "event" records what happened, for example "start" (with all settings),
     "checkpoint", "skipped update", "rewind", "straggler", "end" or "failure". The evaluation at the
     end of training has "end of training": true, which distinguishes it from a regular evaluation at
     the same iteration.
@@ -310,7 +312,13 @@ def _holds_metrics(path: Path) -> bool:
 
 
 def open_writers(config: RunConfig, *, is_log_rank: bool) -> list[Writer]:
-    """Open the writers that the flags request. Ranks that do not log get none."""
+    """Open the writers that the flags request. Ranks that do not log get none.
+
+    Raises:
+        ConfigError: --metrics-jsonl names a file of another kind, or Weights & Biases is not
+            available.
+        StorageError: A folder or file cannot be written.
+    """
     if not is_log_rank:
         return []
     options = config.logging

@@ -49,7 +49,11 @@ class Checkpoints(Callback):
         self._is_advised = False
 
     def on_start(self, run: Run) -> None:
-        """Prepare to save in the background, and start the clock. Collective."""
+        """Prepare to save in the background with --async-save, and start the clock. Collective.
+
+        Raises:
+            ConfigError: There is not enough host memory for --async-save.
+        """
         self._newest = _continued(run)
         if run.config.checkpoint.async_save:
             self._background = _background_saver(run, partial(self._report, run))

@@ -16,14 +16,15 @@ from megatron.training.step import StepOutcome
 
 
 class SampleIds(Callback):
-    """A callback that writes each iteration's sample ids to a file (`--log-sample-ids`).
+    """A callback that writes each update's sample ids to a file (`--log-sample-ids`).
 
-    Each line is a JSON object with "iteration" and "ids". The ids are sorted, so that files from
-    different layouts are equal.
+    The file is `samples.jsonl` in --save or, without that flag, in the current folder. Each line is
+    a JSON object with "iteration" and "ids". The ids are sorted, so that files from different
+    layouts are equal.
     """
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
-        """Append the line of this iteration."""
+        """Append the line of this iteration. Collective."""
         local_ids = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
         ids = sorted(all_gather(local_ids, run.layout.data).flatten().tolist())
         if not run.is_log_rank:

@@ -45,6 +45,8 @@ class NonPersistentCheckpoints(Callback):
     def open_newest(self, after: int) -> NativeReader | None:
         """Open the newest intact checkpoint that the run has saved or resumed from. Collective.
 
+        The result is `None` if there is none.
+
         Args:
             after: Only checkpoints of later iterations are considered.
         """

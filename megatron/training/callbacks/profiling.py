@@ -75,7 +75,7 @@ class Profile(Callback):
             self._iteration.__enter__()
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
-        """Write the trace after the last iteration of a window."""
+        """Write the trace and print a summary after the last iteration of a window or the run."""
         if self._profiler is not None:
             self._iteration.__exit__(None, None, None)
             self._finish_if_over(run, early_exit)

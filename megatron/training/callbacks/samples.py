@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class SampleAnswers(Callback):
     """A callback that answers the prompts of a file greedily, with the current weights.
 
-    With --sft and a chat template, a prompt is a user's turn, and the end-of-turn token also ends
-    an answer.
+    It does so every --sample-interval iterations, by default --eval-interval. With --sft and a chat
+    template, a prompt is a user's turn, and the end-of-turn token also ends an answer.
     """
 
     def __init__(self, run: Run, scalars: Scalars) -> None:
