@@ -359,11 +359,16 @@ def gpu_attention(
         key: The keys [keys, b, g, d].
         value: The values [keys, b, g, d].
         options: The attention options.
-        allows_math: Whether an implementation that keeps all scores in memory may run.
+        allows_math: Whether PyTorch's kernel that keeps all scores in memory may run. The reference
+            does so too, but always runs for `softcap`, and for sinks that the flash kernel does not
+            support.
         package: The flash-attn-4 package, which runs if it supports the arguments; or `None`.
 
     Returns:
         The result [s, b, n * d].
+
+    Raises:
+        RuntimeError: No kernel that may run supports the arguments.
     """
     mask = options.mask
     if package is not None and package.supports(query, options):

@@ -91,7 +91,7 @@ def find_compiler(release: str = "") -> Compiler:
         release: The major version of PyTorch's CUDA, such as "13", or "" if it is unknown.
 
     Raises:
-        BuildError: There is no NVRTC, or it cannot be loaded.
+        BuildError: There is no NVRTC, or the first one does not work.
     """
     libraries = find_libraries(release)
     if not libraries:

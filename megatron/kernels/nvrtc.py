@@ -107,7 +107,7 @@ class Nvrtc:
             The compiled name of each kernel, the compiled code, and the compiler's log.
 
         Raises:
-            CompileError: The source has an error.
+            CompileError: NVRTC reports an error, for example in the source.
         """
         program = ctypes.c_void_p()
         text = source.read_bytes()

@@ -90,7 +90,11 @@ class Arguments(Protocol):
     """The arguments of an operation, as a named tuple."""
 
     def plan(self) -> Sequence[KernelLaunch]:
-        """Return the kernel launches."""
+        """Return the kernel launches.
+
+        Raises:
+            PlanError: The kernels do not support the sizes or types.
+        """
         ...
 
 

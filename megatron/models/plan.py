@@ -462,7 +462,8 @@ class EmbeddingPlan:
         init: Distribution of the initial tables.
         positions: Number of rows in the table of learned positions; 0 if there is none.
         token_types: Number of rows in the table of token types; 0 if there is none.
-        calls: Number of lookups per pass: an encoder and a decoder make one each.
+        calls: Number of lookups per pass: an encoder and a decoder make one each, and so do Retro's
+            sequences and their neighbors.
         ahead: Number of additional lookups in the last part of the model (`multi_token`).
         dropout: Dropout probability of the summed embeddings.
         scale: Factor applied to word embeddings; `None` leaves them unchanged.

@@ -231,7 +231,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def predicts_only(options: argparse.Namespace) -> bool:
-    """Return whether --memory or --time has no number, which asks for a prediction only."""
+    """Return whether --memory or --time is given without a number, to ask for a prediction."""
     return any(limit is not None and math.isnan(limit) for limit in (options.memory, options.time))
 
 

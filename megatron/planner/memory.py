@@ -105,6 +105,9 @@ def largest_process(
         world_size: The number of processes.
         imbalance: The number of tokens of the process's experts in every mixture layer, as a
             multiple of an even share.
+
+    Raises:
+        ConfigError: The layers do not fit the stages.
     """
     parallel, training = config.parallel, config.training
     stages = parallel.pipeline_model_parallel_size
@@ -242,6 +245,9 @@ def estimate_memory(
         layout: The grid of processes as this process sees it.
         micro_batches: The number of micro-batches per update.
         imbalance: The load of the process's experts, as a multiple of an even share.
+
+    Raises:
+        ConfigError: The layers do not fit the stages.
     """
     model_parts = plan_model(config.model, config.parallel)
     parts = parts_of_stage(model_parts, layout.pipeline.rank, layout.pipeline.size)

@@ -303,7 +303,7 @@ def pipeline_of(
 ) -> tuple[Pipeline, tuple[int, ...], Costs]:
     """Return a run's pipeline, the number of layers in each of its parts, and the layers' times.
 
-    The arguments are the same as for `predict`.
+    The arguments and the errors are the same as for `predict`.
     """
     stages = config.parallel.pipeline_model_parallel_size
     counts = tuple(len(part.layers) for part in plan_model(config.model, config.parallel))

@@ -303,6 +303,9 @@ def _train_wordpiece(texts: Callable[[], Iterator[str]], options: argparse.Names
         texts: A function that starts a pass over the input. The first pass finds the characters,
             and the second finds the words.
         options: The command line.
+
+    Raises:
+        ConfigError: --vocab-size is too small for the characters of the text.
     """
     from tokenizers.decoders import WordPiece as WordPieceDecoder
     from tokenizers.trainers import WordPieceTrainer

@@ -79,7 +79,12 @@ class SourceModel:
     bare_names: bool = False
 
     def companion_files(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the name and content of each companion file."""
+        """Yield the name and content of each companion file.
+
+        Raises:
+            CheckpointError: A file is too large, outside the folder or not trusted.
+            OSError: A file cannot be opened.
+        """
         if self.companions is not None:
             trust = self.reader.allow_foreign
             yield from files.companions(self.companions, allow_foreign=trust)
@@ -329,8 +334,8 @@ def save_megatron(source: SourceModel, options: argparse.Namespace, check: Check
 def _listed_entries(given: TokenizerConfig) -> int | None:
     """Return the number of entries in a --vocab-file that is the only tokenizer flag.
 
-    The result is `None` with other flags. Like Megatron's tool, count the keys of a JSON object, or
-    the lines of a text.
+    The result is `None` without --vocab-file, and with --tokenizer-type or --merge-file. Like
+    Megatron's tool, count the keys of a JSON object, or the lines of a text.
     """
     if given.tokenizer_type is not None or not given.vocab_file or given.merge_file:
         return None
@@ -489,7 +494,8 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
     """Return the tokenizer settings from the flags, or the defaults if no flag is given.
 
     Raises:
-        ConfigError: The tokenizer cannot be built from these settings.
+        UserError: The tokenizer cannot be built from these settings, or a file of it is missing or
+            damaged.
     """
     given = from_values(TokenizerConfig, vars(options))
     if given.tokenizer_type is None and any(getattr(given, field) for field in _FILES):
@@ -623,6 +629,8 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
 
 def _token_ids(source: SourceModel, given: TokenizerConfig) -> dict[str, int | None]:
     """Return the ids of a GPT's begin-of-text, end-of-text and padding tokens, from its tokenizer.
+
+    A token that the tokenizer lacks has the id `None`. The result is empty for other models.
 
     A config.json without these ids implies the defaults of its model family, which may be other
     tokens in this vocabulary, or lie outside it: `transformers` then cannot build a Phi-3 with
