@@ -114,8 +114,8 @@ class CheckpointConfig:
         finetune: Load weights only and start at iteration 0 with a fresh optimizer.
         use_checkpoint_args: Take the network's shape from the checkpoint in --load. It overrides
             flags and YAML.
-        exit_on_missing_checkpoint: Exit with an error if --load contains no checkpoint, instead of
-            starting fresh.
+        exit_on_missing_checkpoint: Exit with an error if --load contains no checkpoint, even if it
+            is also the --save folder, in which a run otherwise starts fresh.
     """
 
     save: str | None = flag(None, is_common=True)

@@ -155,7 +155,7 @@ class ServerConfig(SpeculationOptions):
         auth_token_file: File with a token that clients must send. By default only clients on this
             machine are served.
         served_model_name: Model name for clients of the OpenAI-compatible API. Default: the name of
-            the --load folder.
+            the --load folder or, if that begins with "checkpoint", of its parent folder.
         serve_adapter: Adapters of the model, as NAME=FOLDER. Requests choose one by NAME as their
             model. A folder contains PEFT's files, or checkpoints of a run with --lora-rank.
         legacy_status_codes: Answer most invalid PUT /api requests as Megatron-LM does, with status
@@ -173,8 +173,8 @@ class ServerConfig(SpeculationOptions):
         cache_tokens: Size of the KV cache. Default: as much as fits in memory and can be used.
         max_body_bytes: Maximum size of a request body. Larger requests are refused.
         request_timeout: Time limit for a single answer.
-        log_requests: Write the body of every PUT /api request, with its prompts, to the log, unless
-            the request has no_log.
+        log_requests: Write the body of every PUT /api request, with its prompts, to the log, up to
+            2000 characters, unless the request has no_log.
         bert_embedder_load: For Retro: folder or name of the network that embeds chunks. Default:
             the one that --retro-workdir was created with.
     """

@@ -45,7 +45,8 @@ class LoggingConfig:
         straggler_minmax_count: With --log-straggler, number of slowest and of fastest ranks that
             each log line names.
         tensorboard_dir: Folder for TensorBoard. Off by default.
-        tensorboard_log_interval: Iterations between TensorBoard points.
+        tensorboard_log_interval: Iterations between points in TensorBoard, Weights & Biases and
+            --metrics-jsonl. The flags for what is written to TensorBoard also apply to all three.
         tensorboard_queue_size: Points buffered before a write.
         log_timers_to_tensorboard: Write the iteration time and the timers of --timing-log-level to
             TensorBoard.
@@ -63,8 +64,8 @@ class LoggingConfig:
         wandb_save_dir: Folder for the files of Weights & Biases. Default: wandb in the --save
             folder; without --save, the current folder.
         wandb_id: Weights & Biases run id, to resume a run.
-        metrics_jsonl: File to which one JSON object per iteration is appended, at full float
-            precision.
+        metrics_jsonl: File to which JSON objects are appended, at full float precision: one for
+            every --tensorboard-log-interval iterations, one for each evaluation and each event.
     """
 
     log_interval: int = flag(100, unit="iterations", is_common=True, at_least=1)

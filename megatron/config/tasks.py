@@ -124,8 +124,9 @@ class TowersConfig:
     Attributes:
         train_with_neg: Also compare each question with its own wrong passages, not only with the
             passages of other questions.
-        train_hard_neg: Number of wrong passages per question. Hard negatives are drawn again in
-            each epoch. If a question has too few of them, other negatives are used instead.
+        train_hard_neg: With --train-with-neg, number of wrong passages per question. Hard negatives
+            are drawn again in each epoch. If a question has too few of them, other negatives are
+            used instead.
         val_av_rank_hard_neg: Number of hard negatives per question in evaluations.
         val_av_rank_other_neg: Number of other negatives per question in evaluations.
         eval_micro_batch_size: Questions whose passages are ranked together in evaluations. Default:
