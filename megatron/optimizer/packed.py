@@ -61,7 +61,7 @@ FORMATS = {
     "fp16": StateFormat(torch.float16, 10, torch.float32, 2.0**-14, 15, (-120, -50)),
     "fp8": StateFormat(torch.float8_e4m3fn, 3, torch.bfloat16, 2.0**-6, 8, (-117, -57)),
 }
-"""The formats other than fp32, by their names in --exp-avg-dtype and similar flags."""
+"""The formats other than fp32, by their names in --exp-avg-dtype and --main-params-dtype."""
 
 
 class PackedTensor:

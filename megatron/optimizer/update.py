@@ -17,11 +17,13 @@ from megatron.parallel.parameter import ParameterSpec
 class Step:
     """The scalars of an update, shared by all parameters with the same learning rate.
 
+    The tensors are on the device that runs the update: the host with --optimizer-cpu-offload.
+
     Attributes:
         lr: The learning rate.
-        count: The index of this update, from 1, for bias correction, fp32 [] on the device.
-        gradient_scale: The number by which gradients are divided, fp32 [] on the device.
-        found_nonfinite: 1 if the update must be skipped, otherwise 0, fp32 [] on the device.
+        count: The index of this update, from 1, for bias correction, fp32 [].
+        gradient_scale: The number by which gradients are divided, fp32 [].
+        found_nonfinite: 1 if the update must be skipped for any reason, otherwise 0, fp32 [].
     """
 
     lr: float
@@ -57,7 +59,8 @@ class UpdateTensors:
     """The tensors of a parameter group that a rule reads and changes in place.
 
     Each tensor covers the elements of a parameter that this process updates: a 1-D shard if
-    processes share the update, or the parameter's own shape if the rule needs whole tensors.
+    processes share the update, otherwise the whole parameter. A rule that needs whole tensors gets
+    them in the parameter's own shape, except in ZeRO stage 3 (`UpdateRule.joins_rows`).
 
     Attributes:
         weights: The weights, in fp32 or packed.

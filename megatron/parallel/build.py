@@ -72,7 +72,7 @@ class Kernels:
             of the number of context-parallel ranks.
         recurrence: The kernels of mixers that carry states from token to token.
         activation: A function that returns the implementation of an MLP's activation, given its
-            name and `fused_amaxes`.
+            name and, by keyword, `fused_amaxes`, `clamp` and `offset` (`choose_activation`).
         rotate: The kernel that rotates heads.
         split_rotate: The kernel that splits queries, keys and values, and rotates them.
         bias_dropout_add: The kernel that adds an update to the residual stream.
@@ -107,10 +107,11 @@ class BuildContext:
         fp8_layers: The indices, from 0, of the layers whose products are those of `kernels`; other
             layers compute in the format of their weights. `None` means all layers.
         overlap: Whether to communicate while computing. The results are the same without it.
-        exchange: The exchange through which split layers send rows during their products; `None`
-            uses collectives before and after the products.
-        expert_exchange: The exchange that sends tokens to experts and back; `None` uses
-            collectives.
+        exchange: The exchange through which split layers send rows during their products, if the
+            rows fit and the format allows it (`Products.can_be_split`); otherwise, and if this is
+            `None`, layers use collectives before and after the products.
+        expert_exchange: The exchange that sends tokens to experts and back if all tokens go to all
+            processes; otherwise, and if this is `None`, collectives send them.
         weight_gradients: The queue in which the backward pass defers weight gradients; `None`
             computes them immediately.
         registry: The registry in which layers record what they will need once the model is
@@ -276,8 +277,8 @@ def choose_kernels(
         cp_comm_type: How context-parallel ranks communicate in attention, "p2p" or "a2a".
 
     Raises:
-        ConfigError: --use-flash-attn requests a kernel that cannot run, or --batch-invariant-mode
-            is given on a GPU or without MKL.
+        ConfigError: --use-flash-attn requests a kernel that cannot run in ring attention, or
+            --batch-invariant-mode is given on a GPU or without MKL.
     """
     library = find_library(device).library
     attention = attention_over(layout.context, cp_comm_type, model, precision, device)
@@ -328,8 +329,8 @@ def attention_over(
         device: The device on which the model runs.
 
     Raises:
-        ConfigError: --use-flash-attn requests a kernel that cannot run, or --batch-invariant-mode
-            is given on a GPU or without MKL.
+        ConfigError: --use-flash-attn requests a kernel that cannot run in ring attention, or
+            --batch-invariant-mode is given on a GPU or without MKL.
     """
     if model.batch_invariant_mode:
         if Device(device).is_gpu:

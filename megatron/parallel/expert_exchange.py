@@ -118,8 +118,8 @@ class ExpertExchange:
         experts: The total number of experts.
         chosen: The number of experts per token.
         library: Compiled kernels; `None` means PyTorch's operations.
-        exchange: The exchange that sends rows if all processes have the same number of tokens;
-            `None` uses collectives.
+        exchange: The exchange that sends rows if all tokens go to all processes (`gathers_all`) and
+            fit into it; otherwise, and if this is `None`, collectives send them.
 
     Attributes:
         local: The number of experts on each process.

@@ -116,7 +116,10 @@ class Journal:
 
     @contextmanager
     def inside(self, operation: object) -> Iterator[None]:
-        """Enter `operation` for the duration of the block, and then return to the previous one."""
+        """Enter `operation` for the duration of the block, and then return to the previous one.
+
+        After an error the journal stays at the operation of the error, for reports.
+        """
         outer = self._position.operation
         self.enter(operation)
         yield

@@ -58,7 +58,7 @@ class BlockDocuments(NamedTuple):
         query_ends: 0, and then the end of each document among the b q queries, int32 [documents +
             1].
         key_ends: The same for the b k keys.
-        longest: The maximum number of tokens of a document.
+        longest: An upper bound on the number of tokens of a document.
         has_keys: Whether each query's document has a key in the block, bool [b, q]; `None` if this
             is true for all queries.
     """
@@ -76,7 +76,7 @@ class BlockDocuments(NamedTuple):
             keys: The number of keys per sample.
 
         Returns:
-            The ends among queries and keys, and the maximum lengths among queries and keys.
+            The ends among queries and keys, and upper bounds on the lengths among queries and keys.
         """
         ends = (self.query_ends, self.key_ends)
         return (*ends, min(self.longest, queries), min(self.longest, keys))

@@ -97,7 +97,7 @@ def check(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_bounds(kind: ScheduleKind, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Create a schedule and check that it runs within the memory bound of its kind.
+    """Return a schedule after checking that it runs within the memory bound of its kind.
 
     The arguments are those of `make_schedule`.
 
