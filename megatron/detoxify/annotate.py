@@ -87,7 +87,8 @@ def annotate(
 
     Raises:
         ConfigError: Source and target are the same file.
-        DataError: The source cannot be read, or a line of it has no text.
+        DataError: The source cannot be read, a line of it has no text, or the classifier computes
+            scores that are not finite.
         StorageError: The target was made from different texts or settings, or cannot be written.
         UserError: The scorer failed. The message names the line.
     """
@@ -162,7 +163,7 @@ def _with_scores(
     while True:
         try:
             scored = next(scores, None)
-        except DataError:  # an error in the source, which already names the line
+        except DataError:  # in the source, which it names with the line, or in the classifier
             raise
         except UserError as error:
             yield from blank()

@@ -308,7 +308,8 @@ def make_cache(
 
     Raises:
         ConfigError: The states of `options.max_sequences` sequences, or a single block, do not fit
-            in memory, or a mixer keeps neither keys and values nor states.
+            in memory; `options.cache_tokens` is less than a block; or a mixer keeps neither keys
+            and values nor states.
     """
     model, layout, dtype = loaded.model, loaded.layout, loaded.config.precision.weight_dtype
     shapes, states = {}, {}

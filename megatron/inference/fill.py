@@ -32,7 +32,10 @@ _ENCODER_LENGTH, _DECODER_LENGTH = 512, 128
 
 
 class FilledText(NamedTuple):
-    """Text for one `[MASK]`, and its probability under the model."""
+    """Text for one `[MASK]`, and its probability under the model.
+
+    T5's probability is the product over the tokens, each among those that the format allows.
+    """
 
     text: str
     probability: float

@@ -211,7 +211,8 @@ def _prompts_of(samples: SamplesConfig) -> list[str | None]:
 def settings_of(sampling: Sampling, seed: int) -> DrawSettings:
     """Return the flags, with their values, that determine how a model continues a prompt.
 
-    Greedy decoding draws no random numbers, so its seed is left out.
+    Greedy decoding (temperature 0) draws no random numbers, so --top_k, --top_p and --seed are left
+    out.
 
     Args:
         sampling: Settings for continuing a prompt.
@@ -348,7 +349,7 @@ class SampleInbox:
 def printer(total: int) -> Callable[[GeneratedText], None]:
     """Return a function that prints texts, each under a heading if there are several.
 
-    With a Retro model, the function then prints the passages that the model has read.
+    With a Retro model, the function then prints the start of each passage that the model has read.
 
     Args:
         total: Number of texts in all.

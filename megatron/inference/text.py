@@ -31,7 +31,10 @@ class Detokenizer:
         self._returned = len(self._ids)  # the text of ids before this one has been returned
 
     def add(self, token: int) -> str:
-        """Return the text that a token completes, or "" while a character is incomplete."""
+        """Return the text that a token completes, or "" while a character is incomplete.
+
+        After 8 tokens without a complete character, their text is returned anyway.
+        """
         self._ids.append(token)
         text = self._pending()
         num_pending = len(self._ids) - self._returned

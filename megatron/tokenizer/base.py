@@ -35,11 +35,12 @@ class Tokenizer(ABC):
         digest: The digest of everything that determines the ids (files and options).
         special_ids: The ids of the tokenizer's special tokens by name: any of `eod`, `bos`, `eos`,
             `cls`, `sep`, `pad` and `mask`.
-        vocab_size: The number of entries, including appended ones.
+        vocab_size: The largest id plus 1, including the ids of appended entries.
         sentinels: The ids of T5's sentinels, `<extra_id_0>` first.
 
     Attributes:
-        vocab_size: The number of entries, including appended ones but no padding.
+        vocab_size: The largest id plus 1, including the ids of appended entries but no padding.
+            Some ids below it may have no entry.
         text_vocab_size: For BERT's WordPiece, the number of entries in the file, without appended
             ones. For other tokenizers, the same as `vocab_size`.
         appended_ids: The ids that `tokenize` appends to every text, such as `</s>`.

@@ -36,7 +36,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     Raises:
         ConfigError: There is no such file.
-        DataError: The file is damaged.
+        DataError: The file, or the tokenizer_config.json, is damaged.
     """
 
     _special_token_hint = ", or name it in a tokenizer_config.json next to --tokenizer-model"

@@ -185,7 +185,6 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     Raises:
         DataError: The model has no beginning-of-sequence token, or `GPTSentencePieceTokenizer`
             rejects it.
-        ConfigError: `--vocab-extra-ids` is given for a model that has its own sentinels.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:

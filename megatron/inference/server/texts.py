@@ -234,6 +234,7 @@ class TextProcess:
         Raises:
             ApiError: Too many long jobs are waiting (429), or the job failed or exceeded a limit
                 (400).
+            ConfigError: An earlier job ended the process, and it cannot be started again.
         """
         if not job.is_long:
             return await self._run_next(job)
