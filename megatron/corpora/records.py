@@ -74,7 +74,8 @@ def transform_records(
         outputs: The files to write. They get their final names when all of them are complete.
         transform: The function. Worker processes call it on one block of records at a time.
         keys: Keys that every record must have, with a string as the value.
-        workers: The number of worker processes. The output does not depend on it.
+        workers: The number of worker processes, which files below 1 MiB do not use. The output does
+            not depend on it.
 
     Returns:
         The sum of the counts that the function returned.

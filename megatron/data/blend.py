@@ -303,7 +303,11 @@ class JoinedDataset:
         return sum(map(len, self.datasets))
 
     def __getitem__(self, i: int) -> Sample:
-        """Return sample `i`; its `id` is its index in the joined dataset."""
+        """Return sample `i`; its `id` is its index in the joined dataset.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
         index = i
         for dataset in self.datasets:
             if index < len(dataset):

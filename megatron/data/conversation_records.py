@@ -420,7 +420,7 @@ def _from_sharegpt(record: Record) -> list[Message]:
 
 
 def for_template(chat: Chat, *, knows_developers: bool) -> Chat:
-    """Return the conversation with only roles that the template supports.
+    """Return the conversation, with the role `developer` renamed if the template lacks it.
 
     Args:
         chat: The conversation.

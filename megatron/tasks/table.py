@@ -77,9 +77,10 @@ TASKS: dict[str, Task] = {
 
 
 def flags_of_other_tasks(task: str) -> dict[str, str]:
-    """Return the flags that only other tasks accept.
+    """Return the flags of all other kinds of tasks.
 
-    Each flag is mapped to the end of the error message "FLAG belongs to ...".
+    Each flag is mapped to the end of the error message "FLAG belongs to ...". RET-FINETUNE-NQ also
+    accepts the flags of finetuning, which its parser removes from the result.
     """
     return {
         flag: f"{tasks}, but this is {task}"
