@@ -100,7 +100,7 @@ class CublasLt:
     def algorithms(
         self, problem: Problem, gpu: int, count: int, *, workspace: int, whole: bool = False
     ) -> list[Algorithm]:
-        """Return algorithms for a product, the one expected to be fastest first.
+        """Return algorithms for a product, if any, the one expected to be fastest first.
 
         Args:
             problem: The product.

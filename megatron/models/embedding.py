@@ -206,7 +206,8 @@ class RotaryTable(nn.Module):
 
         Args:
             positions: The positions, int64 [s].
-            length: The length of the sequence, or of each position's sequence, int64 [s].
+            length: The length of the sequence, or of each position's sequence, int64 [s]. Only
+                dynamic NTK and LongRoPE depend on it.
         """
         plan = self.plan
         if plan.dynamic is not None:

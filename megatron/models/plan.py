@@ -556,7 +556,7 @@ class ClassifierPlan(HeadPlan):
 
     Attributes:
         outputs: Number of scores.
-        bias: Whether each score has a bias.
+        bias: For the kind "score", whether each score has a bias. Other kinds always have biases.
         in_fp32: Whether to compute scores in fp32. In bf16, scores from 2 to 4 would be rounded to
             multiples of 1/64.
     """

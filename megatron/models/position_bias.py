@@ -62,6 +62,7 @@ class PositionBias(SharedTable):
 
     Every part of the model with layers of the stack holds a copy under the same name. The part with
     the stack's first layer holds the original, and `parallel.tied` keeps the copies equal to it.
+    Parts in the same process share one table.
 
     Args:
         plan: The plan of the position biases.

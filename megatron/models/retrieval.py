@@ -197,8 +197,8 @@ class ChunkedCrossAttention(CrossAttention):
         Args:
             x: [s, b, h]; [s/t, b, h] with sequence parallelism.
             encoder: The neighbors to attend to.
-            retriever: In the first layer that reads neighbors, the layers that encode them;
-                otherwise `None`.
+            retriever: In the first layer that reads neighbors, the layers that encode them and set
+                `encoder.states`; otherwise `None`.
 
         Returns:
             The output in the shape of x.

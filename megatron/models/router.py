@@ -85,7 +85,11 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", self.state.bias)
 
     def forward(self, x: Tensor) -> Routing:
-        """Return the experts chosen for the T = s b tokens of `x`, [s, b, h]."""
+        """Return the experts chosen for the T = s b tokens of `x`, [s, b, h].
+
+        A training pass with gradients also adds the router's losses, and counts each expert's
+        tokens, in the router's state.
+        """
         plan = self.plan
         length, sequences = x.shape[:2]
         draw = partial(self._draw, length, sequences, x.device)
