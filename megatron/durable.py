@@ -198,7 +198,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file. Readers see the old or the new content, even after a power failure."""
+    """Create or replace a file. Readers see the old or the new one, even after a power failure."""
     with atomic_file(path) as file:
         file.write(data)
     sync_folder(path.parent)

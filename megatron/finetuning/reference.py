@@ -53,6 +53,9 @@ class ReferenceLogProbs(Extras):
     def begin(self, run: Run) -> None:
         """Read or compute the log-probabilities, if the loss needs them. Collective.
 
+        New ones are stored in the file, which is the one in --reference-log-probs or, by default,
+        in --save; without these flags, they are not stored.
+
         Raises:
             CheckpointError: The run resumes, its model no longer contains the reference, and the
                 file is missing or was written for other data.

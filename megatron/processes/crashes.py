@@ -64,7 +64,7 @@ class CrashLog:
             self._write(_Record([*log.crashes, verdict][-_MAX_FAILURES:], log.skipped))
 
     def clear(self) -> None:
-        """Forget the failures, because the run was started by hand."""
+        """Forget the failures, but not the iterations to skip: the run was started by hand."""
         log = self._read()
         if log.crashes:
             self._write(_Record([], log.skipped))

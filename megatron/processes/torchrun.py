@@ -42,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0, or the exit code of the first rank that failed, which is 128 plus the signal's number if
-        a signal killed it. If a signal other than SIGTERM ended this process, the result is 128
-        plus that signal's number, and the ranks had 30 seconds to save. If a rank ended this
-        process with `end_launcher`, the result is the exit code of `CrashLoopError`.
+        a signal killed it; 3 if the ranks saved on SIGTERM. If a signal other than SIGTERM ended
+        this process, the result is 128 plus that signal's number, and the ranks had 30 seconds to
+        save. If a rank ended this process with `end_launcher`, the result is the exit code of
+        `CrashLoopError`.
     """
     launcher_args = list(sys.argv[1:] if argv is None else argv)
     if launcher_args[:1] in (["-h"], ["--help"]):  # torchrun's own help imports torch

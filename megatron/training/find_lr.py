@@ -135,6 +135,8 @@ def _check(options: argparse.Namespace) -> None:
 def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     """Return the training command with the flags of the test appended.
 
+    Flags that the test cannot override are removed.
+
     Args:
         options: The flags of this tool.
         metrics: The file to which the run writes its metrics.

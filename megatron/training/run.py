@@ -96,7 +96,7 @@ class Run(ParallelModel):
         tokenizer: The run's tokenizer.
         schedules: The schedules of learning rate and weight decay.
         channel: The channel to the neighboring pipeline stages; `None` without a pipeline.
-        batches: The number of samples in each update.
+        batches: The plan of the batches: the number and the length of the samples in each update.
         train_iterations: The number of iterations of the run, including those before a restart.
         datasets: The training, validation and test datasets.
         exit: A request to exit early, because of a signal, a time limit, a file, or closed output.

@@ -40,6 +40,8 @@ class RunRecord:
     def of(cls, save: str | Path, layout: Layout) -> RunRecord:
         """Read the identity stored in a folder of checkpoints, or create one. Collective.
 
+        A stored identity that is damaged, or that other users may have written, is replaced.
+
         Raises:
             StorageError: The folder cannot be written to.
         """

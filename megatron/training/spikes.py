@@ -20,9 +20,10 @@ class SpikeWatch:
     """The recent losses and gradient norms of a run, and the limits that follow from them.
 
     A limit is the median of the last `--spike-window` applied updates plus a threshold times their
-    spread, the standard deviation estimated from the median absolute deviation. A few outliers
-    affect neither. There is no limit until the window is full. Limits depend on these values alone,
-    which are saved in checkpoints, so a resumed run finds the same spikes.
+    spread, the standard deviation estimated from the median absolute deviation (at least 1% of the
+    median). A few outliers affect neither. There is no limit until the window is full. Limits
+    depend on these values alone, which are saved in checkpoints, so a resumed run finds the same
+    spikes.
     """
 
     def __init__(self, options: TrainingConfig) -> None:

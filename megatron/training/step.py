@@ -41,7 +41,8 @@ class UpdateResult(StepResult):
 
     Attributes:
         losses: The losses of the global batch, by log name: means over micro-batches or, with
-            --calculate-per-token-loss, over all labels that count.
+            --calculate-per-token-loss, over all labels that count. Losses of expert routers are
+            means over micro-batches and mixture layers.
         layer_losses: The losses of each layer's expert router, by TensorBoard tag, with
             --moe-per-layer-logging; otherwise empty.
         exit_requested: Whether some rank asked to exit.
@@ -397,7 +398,8 @@ class ReducedLosses(NamedTuple):
     """The losses of a global batch, and the flags that are reduced along with them.
 
     Attributes:
-        losses: The mean of each loss over the batch, by log name.
+        losses: The mean of each loss over the batch, by log name, or the values that
+            `ReportsMeans.reported` computes from the means.
         weight: The fraction of the batch's labels that count in the loss, or 1 if they were not
             counted.
         flags: Whether any rank has set each flag.

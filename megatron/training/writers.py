@@ -90,7 +90,8 @@ def _table(head: str, rows: list[tuple[str, Any]]) -> str:
 class Writer(Protocol):
     """A destination for a run's metrics.
 
-    All methods raise StorageError if the disk cannot be written to. A later `write` may succeed.
+    Methods that write files raise StorageError if the disk cannot be written to. A later `write`
+    may succeed.
     """
 
     def write(

@@ -34,7 +34,8 @@ class EarlyExit:
 class Callback:
     """A side task of training.
 
-    Every hook does nothing unless overridden. All ranks call all hooks in the same order.
+    Every hook does nothing unless overridden. All ranks call the hooks in the same order. A
+    callback that only some ranks have must not communicate with other ranks.
     """
 
     def on_start(self, run: Run) -> None:

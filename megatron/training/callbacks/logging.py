@@ -21,7 +21,8 @@ class LogLine(Callback):
 
     In models with mixtures of experts, it also prints lines about the load of the experts.
 
-    The reported time includes steps, data loading and logging, but not checkpoints or evaluations.
+    The reported time includes steps, data loading and the callbacks before this one, such as the
+    one that writes scalars, but not checkpoints or evaluations.
     """
 
     def __init__(self) -> None:
