@@ -90,6 +90,9 @@ def dispatch(program: str, commands: Mapping[str, Command], argv: Sequence[str])
 
     Returns:
         The exit code.
+
+    Raises:
+        SystemExit: The flags of a tool ask for its help or contain a mistake.
     """
     if not argv or argv[0] in _HELP:
         return run_command(lambda: print(overview(program, commands)))

@@ -42,11 +42,11 @@ def describe_run(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         path: A config.json or its folder. Only this file and the tokenizer's files are read.
 
     Returns:
-        The facts about the network, as in the section `recipe` of a YAML file, and the values of
-        the run, by "section.field".
+        The facts about the network, as in the section `recipe` of a YAML file; and, by
+        "section.field", the architecture and the values that differ from their defaults.
 
     Raises:
-        CheckpointError: The file cannot be read, or describes a network that is not supported.
+        CheckpointError: A file cannot be read, or the network is not supported.
     """
     described = describe_network(path)
     model, folder = described.model, _file(path).parent
@@ -72,7 +72,7 @@ def derive_flags(path: Path) -> tuple[str, list[str]]:
         path: A config.json or its folder. Only this file and the tokenizer's files are read.
 
     Raises:
-        CheckpointError: The file cannot be read, or describes a network that is not supported.
+        CheckpointError: A file cannot be read, or the network is not supported.
     """
     described = describe_network(path)
     model = replace(
