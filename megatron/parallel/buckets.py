@@ -209,7 +209,7 @@ class BucketPlan:
     order: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
-        """Return the plan as a table, one line per bucket, in sending order."""
+        """Return the plan as text: one line per buffer, then one per bucket in sending order."""
         lines = [f"ZeRO stage {self.zero_stage}"]
         for i, flat in enumerate(self.flats):
             lines.append(

@@ -30,7 +30,7 @@ def as_text(timeline: Timeline, columns: int = 120) -> str:
 
     An entry consists of F, B or W, the index of the micro-batch, and dashes for longer operations.
     The shortest operation gets just enough columns for its entry, or fewer if a line would
-    otherwise exceed `columns`.
+    otherwise exceed `columns` after its stage number. An entry that is too narrow has no index.
     """
     spans = [span for line in timeline.spans for span in line if span.end > span.start]
     shortest = min((span.end - span.start for span in spans), default=1.0)

@@ -44,7 +44,7 @@ def run_schedule(
         parts: The forward pass of each chunk of this stage.
         channel: The connection to the other stages; `None` if there are no others.
         weight_gradients: The queue to which layers push weight gradients; required for
-            "backward_weight".
+            "backward_input" and "backward_weight".
         before: A function to call with each operation before it starts, for example to time it or
             to record it for hang reports.
         ahead: Whether to post receives ahead of time (see `receives_to_post`).
