@@ -213,7 +213,9 @@ def saved_config(reader: Reader, folder: str, *kinds: str, flag: str = "--load")
         flag: The flag that names the folder, for error messages.
 
     Raises:
-        CheckpointError: The checkpoint contains a different kind of network.
+        CheckpointError: The checkpoint contains a different kind of network, or the settings of its
+            Hugging Face tokenizer cannot be read.
+        ConfigError: The checkpoint's configuration has unknown settings or invalid values.
     """
     sections = reader.meta["config"]
     if reader.format in ("legacy", "core", "deepspeed"):

@@ -416,7 +416,7 @@ class SampleFile:
         """Return the prompts for which the file has no texts yet.
 
         Raises:
-            StorageError: The file's texts belong to different prompts.
+            StorageError: The file's texts belong to different prompts, or are more than `prompts`.
         """
         for number, (written, prompt) in enumerate(zip(self._prompts, prompts, strict=False), 1):
             if written != prompt:
