@@ -112,12 +112,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolde
                 "copy, or name an empty folder to start from scratch"
             )
         return []
-    current = next((checkpoint for checkpoint in checkpoints if checkpoint.name == tracked), None)
-    if current is None and tracked is not None:  # Megatron-DeepSpeed writes both trackers
-        deepspeed_name = f"{DEEPSPEED}{iteration_of(tracked)}"
-        current = next(
-            (checkpoint for checkpoint in checkpoints if checkpoint.name == deepspeed_name), None
-        )
+    current = tracked_checkpoint(checkpoints, tracked)
     if current is None:
         if not quiet:
             problem = problems.get(tracked or "", "is missing or incomplete")
@@ -135,6 +130,19 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolde
     ]
     newer = [checkpoint for checkpoint in checkpoints if checkpoint.iteration > current.iteration]
     return [current, *older, *newer]
+
+
+def tracked_checkpoint(
+    checkpoints: Sequence[CheckpointFolder], tracked: str | None
+) -> CheckpointFolder | None:
+    """Return the checkpoint with the name that `read_tracker` returned, or `None`.
+
+    Megatron-DeepSpeed writes both trackers, and Megatron's then stands for a `global_step...`.
+    """
+    if tracked is None:
+        return None
+    by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+    return by_name.get(tracked) or by_name.get(f"{DEEPSPEED}{iteration_of(tracked)}")
 
 
 def read_tracker(root: Path) -> tuple[str | None, str | None]:
@@ -235,11 +243,12 @@ def checkpoint_of(root: Path, iteration: int) -> CheckpointFolder:
     available = [
         tracker_text(name).decode()
         for name in dict.fromkeys(checkpoint.name for checkpoint in checkpoints)
+        if name != RELEASE
     ]
     if len(available) > _NAMED:
         available[_NAMED:] = [f"{len(available) - _NAMED} older ones"]
     remedy = f"available iterations: {', '.join(available)}: give one of them"
-    remedy = remedy if available else "the folder holds no checkpoints"
+    remedy = remedy if available else "the folder holds no checkpoint of any iteration"
     raise CheckpointError(f"{flag} holds no checkpoint of this iteration{why}: {remedy}")
 
 

@@ -145,7 +145,7 @@ def summarize(
         for path in sorted(root.glob(f"*{TEMPORARY}*"))
         if path.is_dir()
     ]
-    if named is not None and all(folder.name != named for folder in checkpoints):
+    if named is not None and find.tracked_checkpoint(checkpoints, named) is None:
         complaint = f"which {'is incomplete' if named in problems else 'does not exist'}"
     first = f"{root}: the tracker names {named or 'nothing'}" + (f", {complaint}" * bool(complaint))
     lines, all_intact = _summarize_all(

@@ -34,6 +34,8 @@ COMPANIONS = (
     *(VOCAB, MERGES, WORDPIECES, SPIECE),
 )
 MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files are about 10 MB
+_MAX_INDEX = 32 << 20  # bytes; about 9 MB for the 91,991 tensors of DeepSeek-V3
+_MAX_TOKENIZER_CONFIG = 32 << 20  # bytes; about 1.2 MB for Gemma 3, with its 6,242 added tokens
 
 _SHARD = re.compile(r"[A-Za-z0-9][\w.-]{0,200}\.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
@@ -84,7 +86,9 @@ def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]
             f"{folder}: not a folder: give a local folder (nothing is downloaded)"
         )
     if (folder / INDEX).exists():
-        index = read_json(inside(folder, INDEX), allow_foreign=allow_foreign)
+        index = read_json(
+            inside(folder, INDEX), max_bytes=_MAX_INDEX, allow_foreign=allow_foreign
+        )
         listed = index.get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise CheckpointError(f"{folder / INDEX}: no weight_map")
@@ -152,7 +156,9 @@ def tokenizer_in(
     settings, special = paths.get(TOKENIZER_CONFIG), _SPECIAL.get(architecture)
     tokenizer_config: dict[str, Any] = {}
     if settings is not None:
-        tokenizer_config = read_json(Path(settings), allow_foreign=allow_foreign)
+        tokenizer_config = read_json(
+            Path(settings), max_bytes=_MAX_TOKENIZER_CONFIG, allow_foreign=allow_foreign
+        )
     extra, used = 0, dict[str, Any]()
     if special == WORDPIECES and WORDPIECES in paths:
         lower = tokenizer_config.get("do_lower_case") is not False

@@ -325,6 +325,13 @@ def _settings_in(path: Path, *, allow_foreign: bool, has_head: bool = False) -> 
                 f"{path / ADAPTER_CONFIG}: {key} {settings[key]!s:.80} is not supported: merge the "
                 "adapter with peft's merge_and_unload"
             )
+    targets = settings.get("target_modules") or []
+    named = targets if isinstance(targets, list) else [targets]
+    if not all(isinstance(name, str) for name in named):
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: target_modules {targets!s:.80} is not a list of names: "
+            "correct it, or export the adapter again"
+        )
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = settings.get(key) or {}
         # PEFT reads names as regular expressions, which may take forever to match.

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.checkpoint.trust import open_trusted
 from megatron.errors import CheckpointError
 
-MAX_BYTES = 1 << 20  # limit for a JSON file that describes a model; real ones have a few thousand
+MAX_BYTES = 1 << 20  # limit for a config.json; real ones have a few thousand bytes
 # Larger than in any real model, but small enough to compute with.
 MAX_VALUE = 1 << 24
 MAX_LAYERS = 1 << 14
@@ -44,11 +44,14 @@ _HARMLESS = frozenset(
 )
 
 
-def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `MAX_BYTES` bytes.
+def read_json(
+    path: Path, *, max_bytes: int = MAX_BYTES, allow_foreign: bool = False
+) -> dict[str, Any]:
+    """Read a JSON object from a file.
 
     Args:
         path: The file, or a link to it.
+        max_bytes: Largest size of the file.
         allow_foreign: Accept a file owned by another user.
 
     Raises:
@@ -57,11 +60,11 @@ def read_json(path: Path, *, allow_foreign: bool = False) -> dict[str, Any]:
     """
     try:
         with open_trusted(path, allow_foreign=allow_foreign, follows=True) as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(max_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > MAX_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_BYTES:,} bytes: not a model's config")
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path}: larger than {max_bytes:,} bytes")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.entries import Box, flatten
+from megatron.checkpoint.inspection import summarize
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
 from megatron.errors import CheckpointError
@@ -303,6 +304,8 @@ def test_latest_names_the_folder(natives, tmp_path):
     (tmp_path / "latest").unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     assert open_checkpoint(tmp_path).path.name == "global_step2"
+    lines, _ = summarize(tmp_path, verify=False, details=False)
+    assert lines[0] == f"{tmp_path}: the tracker names iter_0000002"
 
 
 def test_a_folder_of_another_iteration_is_refused(natives, tmp_path):

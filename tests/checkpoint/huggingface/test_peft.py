@@ -539,6 +539,8 @@ def test_the_network_of_an_adapter_s_settings(said, expected, tmp_path):
             }.items()
         ),
         ({"rank_pattern": ["a"]}, "rank_pattern .* is not supported"),
+        ({"target_modules": [3]}, r"target_modules \[3\] is not a list of names: correct it"),
+        ({"target_modules": {"q_proj": 1}}, "target_modules .* is not a list of names"),
         ({"alpha_pattern": {"a": "1"}}, "alpha_pattern .* is not supported"),
         ({"modules_to_save": ["score"]}, "a reward model's adapter is for --preference-loss brad"),
     ],

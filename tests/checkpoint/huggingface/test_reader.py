@@ -190,6 +190,17 @@ def test_an_index_that_lies_is_found_out(tmp_path: Path) -> None:
     assert "index and files disagree about more" in _refusal(folder)
 
 
+def test_an_index_may_be_as_large_as_those_of_real_mixtures(tmp_path: Path) -> None:
+    """A config.json has at most 1 MiB, but DeepSeek-V3's index has 9 MB."""
+    folder = write_folder(tmp_path, LLAMA.config, tensors_of(LLAMA), shards=2)
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    index.write_text(text.ljust(32 << 20))
+    assert HFReader(folder).vocab == LLAMA.config["vocab_size"]
+    index.write_text(text.ljust((32 << 20) + 1))
+    assert "index.json: larger than 33,554,432 bytes" in _refusal(folder)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "1" * 2_000_000], ids=range(5))
 def test_a_damaged_config_is_an_error_not_a_traceback(text: str, tmp_path: Path) -> None:
     folder = folder_with(tmp_path)
