@@ -16,6 +16,7 @@ addition, we write the following files and folders:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 

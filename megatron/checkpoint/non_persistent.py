@@ -341,10 +341,13 @@ def _size(path: Path) -> int:
 
 def _read(path: Path, start: int, size: int) -> Tensor:
     data = bytearray(size)
-    with open_trusted(path) as file:
-        file.seek(start)
-        if file.readinto(data) < size:
-            raise OSError(errno.EIO, "shorter than its manifest says", str(path))
+    try:
+        with open_trusted(path) as file:
+            file.seek(start)
+            if file.readinto(data) < size:
+                raise OSError(errno.EIO, "shorter than its manifest says", str(path))
+    except CheckpointError as error:  # the other ranks still wait for these bytes
+        raise OSError(errno.EPERM, str(error), str(path)) from error
     return torch.frombuffer(data, dtype=torch.uint8)
 
 

@@ -190,6 +190,9 @@ class Field:
         if info.at_least is not None and info.below is not None:
             fits = info.at_least <= value < info.below
             return "" if fits else f"must be at least {info.at_least} and below {info.below}"
+        if info.above is not None and info.below is not None:
+            fits = info.above < value < info.below
+            return "" if fits else f"must be above {info.above} and below {info.below}"
         if info.at_least is not None and value < info.at_least:
             return f"must be at least {info.at_least}"
         if info.above is not None and value <= info.above:

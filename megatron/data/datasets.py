@@ -409,11 +409,12 @@ def _open(
     if reads_tfrecords and (records := find_tfrecords(prefix)):
         return TFRecords(prefix, records)
     if not is_text(prefix):
+        dataset = IndexedDataset(prefix)
         if data.mmap_warmup:
             with bin_path(prefix).open("rb") as file:
                 while file.read(1 << 24):
                     pass
-        return IndexedDataset(prefix)
+        return dataset
     if not reads_text:
         raise ConfigError(
             f"{flag} {prefix}: only pretrain_gpt.py trains on text files; this program needs "

@@ -66,7 +66,7 @@ def prepare_wikitext(
     name = detokenizer_for(path, options.detokenizer)
     tokens = np.array(tokenizer.tokenize_unterminated(DETOKENIZERS[name](raw)))
     words = count_words(raw)
-    if len(tokens) < 2:
+    if len(tokens) < 2 or words < 2:
         raise DataError(f"--valid-data {path}: this file has no text to predict: give another file")
     samples = list(windows(tokens, window, options.overlapping_eval))
 

@@ -21,6 +21,9 @@ _LINES = [
     ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
     ("--adam-beta2 1", "--adam-beta2 1.0: must be at least 0 and below 1"),
     ("--adam-beta2 -0.1", "--adam-beta2 -0.1: must be at least 0 and below 1"),
+    ("--ema-decay 1", "--ema-decay 1.0: must be above 0 and below 1"),
+    ("--ema-decay 0", "--ema-decay 0.0: must be above 0 and below 1"),
+    ("--optimizer muon --muon-momentum 1.5", "--muon-momentum 1.5: must be above 0 and below 1"),
     (
         "--optimizer muon --optimizer-cpu-offload",
         "--optimizer muon with --optimizer-cpu-offload: a CPU is too slow for its matrix "

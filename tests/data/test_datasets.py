@@ -50,6 +50,14 @@ def documents_of(dataset: object) -> set[int]:
     return set(dataset.index.documents.tolist())
 
 
+@pytest.mark.parametrize("warmup", [False, True])
+def test_a_dataset_that_is_not_there_is_named(tmp_path: Path, *, warmup: bool) -> None:
+    write_corpus(tmp_path / "corpus")
+    data = DataConfig(seq_length=16, data_path=(str(tmp_path / "corpse"),), mmap_warmup=warmup)
+    with pytest.raises(DataError, match=r"corpse.idx.*corpus"):
+        build(data)
+
+
 def test_one_path_is_split(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "x")
     train, valid, test = build(DataConfig(seq_length=16, data_path=(str(prefix),), split="80,15,5"))

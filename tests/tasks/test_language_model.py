@@ -153,7 +153,9 @@ def test_the_results_are_written_beside_the_checkpoint(toy):
 
 
 def test_results_that_cannot_be_written_are_an_error_only_in_a_named_file(toy, tmp_path, capsys):
-    folder = shutil.copytree(toy / "model", tmp_path / "model")
+    # Without the results of other tests.
+    ignored = shutil.ignore_patterns("evaluation")
+    folder = shutil.copytree(toy / "model", tmp_path / "model", ignore=ignored)
     (folder / "evaluation").write_text("no folder")
     words = ["--load", str(folder), "--valid-data", str(toy / "corpus.jsonl")]
     assert evaluate(Layout.single(), "LAMBADA", words)["total examples"] == 7

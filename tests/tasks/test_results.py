@@ -190,10 +190,11 @@ def test_perplexity_per_token_and_per_word(tmp_path: Path, loss: float, perplexi
 
 
 def test_a_text_needs_a_token_to_predict(tmp_path: Path) -> None:
-    (sample,) = _prepare(prepare_wikitext, tmp_path, "ab", 16).samples
+    (sample,) = _prepare(prepare_wikitext, tmp_path, "a\n", 16).samples
     assert sample.scored == 1
-    with pytest.raises(DataError, match="has no text to predict"):
-        _prepare(prepare_wikitext, tmp_path, "a", 16)
+    for text in ("a", "ab", " \t"):  # one token, one word, no word
+        with pytest.raises(DataError, match="has no text to predict"):
+            _prepare(prepare_wikitext, tmp_path, text, 16)
 
 
 @pytest.mark.parametrize(("window", "cut"), [(7, 0), (6, 1)])
