@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import re
 import types
 import typing
@@ -184,22 +185,24 @@ class Field:
 
     def out_of_bounds(self, value: Any) -> str:
         """Return the rule that a value violates, such as "must be at least 1", or ""."""
-        info = self.info
         if value is None:
             return ""
-        if info.at_least is not None and info.below is not None:
-            fits = info.at_least <= value < info.below
-            return "" if fits else f"must be at least {info.at_least} and below {info.below}"
-        if info.above is not None and info.below is not None:
-            fits = info.above < value < info.below
-            return "" if fits else f"must be above {info.above} and below {info.below}"
-        if info.at_least is not None and value < info.at_least:
-            return f"must be at least {info.at_least}"
-        if info.above is not None and value <= info.above:
-            return f"must be above {info.above}"
-        if info.at_most is not None and value > info.at_most:
-            return f"must be at most {info.at_most}"
-        return ""
+        info = self.info
+        bounds = [
+            (f"{words} {bound}", fits(value, bound))
+            for words, bound, fits in (
+                ("at least", info.at_least, operator.ge),
+                ("above", info.above, operator.gt),
+                ("at most", info.at_most, operator.le),
+                ("below", info.below, operator.lt),
+            )
+            if bound is not None
+        ]
+        if all(fits for _, fits in bounds):
+            return ""
+        # "Below" says little without the lower bound.
+        shown = [text for text, fits in bounds if not fits or info.below is not None]
+        return f"must be {' and '.join(shown)}"
 
 
 @functools.cache

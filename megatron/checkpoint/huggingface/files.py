@@ -86,9 +86,7 @@ def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]
             f"{folder}: not a folder: give a local folder (nothing is downloaded)"
         )
     if (folder / INDEX).exists():
-        index = read_json(
-            inside(folder, INDEX), max_bytes=_MAX_INDEX, allow_foreign=allow_foreign
-        )
+        index = read_json(inside(folder, INDEX), max_bytes=_MAX_INDEX, allow_foreign=allow_foreign)
         listed = index.get("weight_map")
         if not isinstance(listed, dict) or not listed:
             raise CheckpointError(f"{folder / INDEX}: no weight_map")
