@@ -104,7 +104,8 @@ class ReferenceLogProbs(Extras):
             if source is None:
                 _write(target, log_probs, data, weights)
             else:  # the run continues in another folder
-                replace_file(target, source.read_bytes())
+                with writing_to(_FLAG, target):
+                    replace_file(target, source.read_bytes())
         start = 0
         for member in members:
             member.reference = log_probs[start : start + member.pairs]

@@ -98,7 +98,12 @@ def run(options: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         files["metrics.jsonl"].unlink(missing_ok=True)
     command = test_command(options, files["metrics.jsonl"])
-    code = subprocess.run(command, check=False).returncode
+    try:
+        code = subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise ConfigError(
+            f"{command[0]}: the command cannot be run ({error.strerror}): correct it"
+        ) from error
     if code:
         raise ConfigError(
             f"the command ended with exit code {code}: fix the problem that its last lines report "

@@ -349,6 +349,12 @@ def test_sample_ids_are_the_same_for_any_number_of_processes(tmp_path):
     assert json.loads(one.splitlines()[1]) == {"iteration": 2, "ids": [4, 5, 6, 7]}
 
 
+def test_sample_ids_that_cannot_be_written_are_an_error_of_storage(tmp_path):
+    (tmp_path / "samples.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"^--log-sample-ids .*samples.jsonl cannot be written"):
+        _sample_ids(Layout.single(), str(tmp_path))
+
+
 @pytest.mark.parametrize(("interval", "collected"), [("2", 1 + 3), ("4", 1 + 1), ("0", 1)])
 def test_garbage_collection_is_given_back(monkeypatch, interval, collected):
     calls = []

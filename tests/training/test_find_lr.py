@@ -347,6 +347,12 @@ def test_a_command_is_tested(
         run(options)
 
 
+def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    options = build_parser().read(["--output", str(tmp_path), "--", "nosuchprogram", "x.py"])
+    with pytest.raises(ConfigError, match=r"^nosuchprogram: the command cannot be run \(No such"):
+        run(options)
+
+
 def test_a_command_that_fails_says_so(tmp_path: Path) -> None:
     words = [sys.executable, "tools/find_lr.py", "--output", str(tmp_path), "--"]
     done = subprocess.run(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron.data.text_stream import count_bad_lines
+from megatron.durable import writing_to
 from megatron.errors import warn
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, EarlyExit
@@ -24,15 +25,21 @@ class SampleIds(Callback):
     """
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
-        """Append the line of this iteration. Collective."""
+        """Append the line of this iteration. Collective.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
         local_ids = torch.tensor(outcome.sample_ids).reshape(-1, run.batches.micro_batch)
         ids = sorted(all_gather(local_ids, run.layout.data).flatten().tolist())
         if not run.is_log_rank:
             return
         path = Path(run.config.checkpoint.save or ".") / "samples.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"iteration": run.progress.iteration, "ids": ids}) + "\n")
+        line = json.dumps({"iteration": run.progress.iteration, "ids": ids}) + "\n"
+        with writing_to("--log-sample-ids", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line)
 
 
 class BadLines(Callback):
