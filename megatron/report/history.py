@@ -141,7 +141,7 @@ class History:
         self._add_scalar_events(points, iteration, time)
         for tag, value in points.items():
             self.add_point(tag, iteration, value)
-        if load:
+        if load and all(math.isfinite(value) for loads in load.values() for value in loads):
             self.expert_load = load
             shares = [share for shares in load.values() for share in shares]
             self.add_point("expert-load/busiest", iteration, max(shares, default=math.nan))

@@ -70,6 +70,15 @@ def test_the_state_follows_the_last_start_or_end(events: list[tuple[str, str]], 
     assert history.state == state
 
 
+def test_loads_of_experts_that_are_not_finite_leave_the_last_ones() -> None:
+    """A router's loads are NaN after its weights are, but the page still shows the rest."""
+    loads = [{"0": [0.5, 0.5]}, {"0": [math.nan, 1.0]}, {"0": [math.inf, 1.0]}]
+    history = history_of(*(record(i, **{"expert load": load}) for i, load in enumerate(loads, 1)))
+    assert history.expert_load == {"0": [0.5, 0.5]}
+    assert history.last_iteration == 3
+    page.as_json(page_data([history]))
+
+
 def test_texts_are_cut() -> None:
     start = {**START, "settings": {"--data-path": "x" * 5000}, "changed": []}
     history = history_of(start, event("failure", 1, "y" * 5000))
