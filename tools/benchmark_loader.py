@@ -78,10 +78,10 @@ def run(options: argparse.Namespace) -> None:
         for _ in itertools.islice(batches, options.batches):
             marks.append(time.perf_counter() - start)
         tokens = options.micro_batch_size * options.seq_length
-        first, rate = min(_FIRST, len(marks) - 1), tokens / 1e6
+        first = min(_FIRST, len(marks) - 1)
         print(
-            f"{workers} loading processes: {rate * (len(marks) - 1) / marks[-1]:.2f} million "
-            f"tokens/s, in the first {first} micro-batches {rate * first / marks[first]:.2f}",
+            f"{workers} loading processes: {tokens * (len(marks) - 1) / marks[-1]:,.0f} tokens/s, "
+            f"in the first {first} micro-batches {tokens * first / marks[first]:,.0f}",
             flush=True,
         )
 

@@ -24,8 +24,8 @@ def test_text_is_measured(tmp_path, capsys):
         benchmark_loader.build_parser().parse_args([*words, "--workers", "0", "1"])
     )
     figures = re.findall(
-        r"([01]) loading processes: ([\d.]+) million .* first 20 micro-batches ([\d.]+)\n",
+        r"([01]) loading processes: ([\d,]+) tokens/s, in the first 20 micro-batches ([\d,]+)\n",
         capsys.readouterr().out,
     )
     assert [count for count, *_ in figures] == ["0", "1"]
-    assert all(float(rate) > 0 for _, *rates in figures for rate in rates)
+    assert all(int(rate.replace(",", "")) > 0 for _, *rates in figures for rate in rates)
