@@ -142,8 +142,11 @@ def tracked_checkpoint(
     """
     if tracked is None:
         return None
-    by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
-    return by_name.get(tracked) or by_name.get(f"{DEEPSPEED}{iteration_of(tracked)}")
+    for name in (tracked, f"{DEEPSPEED}{iteration_of(tracked)}"):
+        for checkpoint in checkpoints:  # a replaced one, with the same name, comes last
+            if checkpoint.name == name:
+                return checkpoint
+    return None
 
 
 def read_tracker(root: Path) -> tuple[str | None, str | None]:
