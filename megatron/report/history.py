@@ -168,8 +168,8 @@ class History:
             }
             changed = frozenset(map(str, record["changed"]))
             facts = {str(name): _setting_text(value) for name, value in record["facts"].items()}
-            self.iterations = int(record["iterations"])
-            self.tokens_per_sample = int(record["tokens_per_sample"])
+            iterations, tokens = int(record["iterations"]), int(record["tokens_per_sample"])
+            self.iterations, self.tokens_per_sample = iterations, tokens
             self.settings, self.changed, self.facts = settings, changed, facts
             last = self.last_iteration
             if iteration or self.events:

@@ -108,11 +108,12 @@ class EventFiles:
         """Read the event files to their end, or up to their first damaged record.
 
         Returns:
-            Whether there are new scalars. If so, `history` has been replaced.
+            Whether there are new scalars or texts. If so, `history` has been replaced.
         """
         events = self._events.Reload()
         tags = events.Tags()
         counts = {tag: len(events.Scalars(tag)) for tag in tags["scalars"]}
+        counts |= {tag: len(events.Tensors(tag)) for tag in tags["tensors"]}
         if counts == self._counts:
             return False
         self._counts = counts

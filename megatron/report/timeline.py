@@ -28,10 +28,11 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         folder: The folder of the run.
 
     Returns:
-        The timelines of up to 16 ranks, and a line for each trace that is too large, damaged or
-        without an iteration. A timeline is a dictionary with the `rank`, the last `iteration` in
-        its trace, that iteration's duration `total`, and `rows`, each with a name and its longest
-        spans (start, duration, title). Times are in ms from the earliest start among the ranks.
+        The timelines of up to 16 ranks; and a line for each trace that is too large, damaged or
+        without an iteration, and for the traces of further ranks. A timeline is a dictionary with
+        the `rank`, the last `iteration` in its trace, that iteration's duration `total`, and
+        `rows`, each with a name and its longest spans (start, duration, title). Times are in ms
+        from the earliest start among the ranks.
     """
     traces = [
         (int(match[1]), int(match[2]), path)
@@ -43,15 +44,23 @@ def find_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     latest = {rank: path for rank, iteration, path in sorted(traces) if iteration == newest}
     timelines: list[dict[str, Any]] = []
     notes, size = [], 0
-    for rank, path in latest.items():
-        size += path.stat().st_size
-        if size > _MAX_BYTES:
+    for index, (rank, path) in enumerate(latest.items()):
+        if len(timelines) == _MAX_RANKS:
+            rest = len(latest) - index
+            notes.append(
+                f"{folder}: traces of {rest} more rank{'s' * (rest > 1)} not read: the limit is "
+                f"{_MAX_RANKS} ranks"
+            )
+            break
+        trace_size = path.stat().st_size
+        if size + trace_size > _MAX_BYTES:
             notes.append(f"{path}: not read: the limit for all traces is {_MAX_BYTES >> 20} MiB")
             continue
+        size += trace_size
         timeline = _read(rank, path)
         if timeline is None:
             notes.append(f"{path}: damaged, or without an iteration")
-        elif len(timelines) < _MAX_RANKS:
+        else:
             timelines.append(timeline)
     origin = min((timeline["start"] for timeline in timelines), default=None)
     for timeline in timelines:

@@ -143,6 +143,11 @@ def test_event_files_are_read_as_they_grow(tmp_path: Path) -> None:
     assert history.settings == {"--lr": "2", "--seed": "1"}
     assert history.changed == {"--lr"}
     assert history.facts == {"layout": "TP 2"}
+    with SummaryWriter(str(tmp_path), filename_suffix=".last") as writer:
+        writer.add_text("events", "end: completed", 4)
+    assert source.read()
+    assert source.history.state == "ended: completed"
+    assert not source.read()
 
 
 def test_runs_are_named_by_their_folders_and_files(tmp_path: Path) -> None:

@@ -265,6 +265,7 @@ def test_a_summary_has_the_last_value_of_each_loss(tmp_path):
     [
         {**START, "settings": 7},
         {**START, "iterations": "many"},
+        {**START, "iterations": 7, "tokens_per_sample": "many"},
         {"iteration": 1, "expert load": {"0": ["x"]}},
         {"iteration": -1, "lm loss": 1.0},
         {"iteration": 1 << 48, "lm loss": 1.0},
@@ -276,6 +277,7 @@ def test_records_that_are_none_are_counted_and_change_nothing(tmp_path, hostile)
     assert history.damaged == 1
     assert list(history.curves["lm loss"].iterations) == [1, 2]
     assert not history.events
+    assert history.iterations == 0
 
 
 def test_an_odd_clock_or_loss_still_makes_a_page(tmp_path):
@@ -441,14 +443,17 @@ def test_the_limits_of_timelines(tmp_path):
     host = "user_annotation"
     spans = [(host, f"span {begin}", begin, 0.5) for begin in range(1, 1502)]
     write_trace(tmp_path / "a" / "b" / "c", 0, 0, [(host, "iteration 0", 0, 2000), *spans])
-    for rank in range(1, 17):
+    for rank in (1, 2, *range(4, 19)):
         write_trace(tmp_path, rank, 0, [(host, "iteration 0", 0, 1)])
-    with (tmp_path / "a" / "rank17.0.pt.trace.json").open("wb") as file:
+    with (tmp_path / "a" / "rank3.0.pt.trace.json").open("wb") as file:
         file.truncate(256 << 20)
     write_trace(tmp_path / "a" / "b" / "c" / "d", 0, 1, [(host, "iteration 1", 0, 1)])  # too deep
     timelines, notes = find_timelines(tmp_path)
-    assert [timeline["rank"] for timeline in timelines] == list(range(16))
-    assert notes == [f"{file.name}: not read: the limit for all traces is 256 MiB"]
+    assert [timeline["rank"] for timeline in timelines] == [0, 1, 2, *range(4, 17)]
+    assert notes == [
+        f"{file.name}: not read: the limit for all traces is 256 MiB",
+        f"{tmp_path}: traces of 2 more ranks not read: the limit is 16 ranks",
+    ]
     (row,) = timelines[0]["rows"]
     assert len(row["spans"]) == 93  # 1500 for 16 timelines
     write_trace(tmp_path, 0, 1, [(host, "iteration 1", 0, 2000), *spans])
@@ -463,13 +468,13 @@ def test_a_page_has_room_for_the_longest_spans_of_a_few_traces(tmp_path, monkeyp
         spans = [(host, f"of {length}", 10 + 10 * length, length) for length in range(1, 6)]
         write_trace(tmp_path, rank, 1, [(host, "iteration 1", 0, 100), *spans])
     size = (tmp_path / "rank0.1.pt.trace.json").stat().st_size
-    monkeypatch.setattr("megatron.report.timeline._MAX_BYTES", 3 * size)
-    monkeypatch.setattr("megatron.report.timeline._MAX_RANKS", 2)
+    monkeypatch.setattr("megatron.report.timeline._MAX_BYTES", 2 * size)
+    monkeypatch.setattr("megatron.report.timeline._MAX_RANKS", 3)
     monkeypatch.setattr("megatron.report.timeline._MAX_SPANS", 6)
     timelines, notes = find_timelines(tmp_path)
     assert [timeline["rank"] for timeline in timelines] == [0, 1]
     assert [note.partition(": not read: the limit")[0] for note in notes] == [
-        str(tmp_path / f"rank{rank}.1.pt.trace.json") for rank in (3, 4)
+        str(tmp_path / f"rank{rank}.1.pt.trace.json") for rank in (2, 3, 4)
     ]
     for timeline in timelines:
         names = [name for _, _, name in timeline["rows"][0]["spans"]]
