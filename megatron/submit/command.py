@@ -173,7 +173,7 @@ def render(run: Description, target: str) -> str:
         raise ConfigError(problems)
     hosts = _hosts(run) if target == "hostfile" else []
     if hosts:
-        processes = hosts[0].slots or run.job.processes
+        processes = run.job.processes_per_node or hosts[0].slots or run.job.processes
         run = run._replace(job=replace(run.job, nodes=len(hosts), processes_per_node=processes))
     if problems := training_problems(run.job):
         raise ConfigError(problems)
@@ -254,7 +254,7 @@ def _resources(run: Description) -> dict[str, str]:
     requests = {
         run.kubernetes.gpu_resource: job.gpus_per_node,
         "cpu": job.cpus_per_node,
-        "memory": f"{job.memory_gb}G" if job.memory_gb else None,
+        "memory": f"{job.memory_gb}Gi" if job.memory_gb else None,
     }
     return {name: str(amount) for name, amount in requests.items() if amount}
 

@@ -157,7 +157,8 @@ class HostsConfig:
 
     Attributes:
         hostfile: File with one machine per line, as for MPI or DeepSpeed: HOST, HOST slots=8
-            or HOST:8. It determines the number of nodes and, by its slots, the processes on each.
+            or HOST:8. It determines the number of nodes and, by its slots, the processes on each
+            unless --processes-per-node is given.
         launcher: How processes are started: by one launcher per machine, which ssh starts (ssh), or
             by mpirun (mpi).
         ssh_config: Configuration file for ssh. Default: the user's own.
@@ -403,11 +404,12 @@ def _slurm_problems(run: Description) -> Iterator[str]:
                     f"{option} continues from a checkpoint, but the command has no "
                     f"{' and no '.join(missing)}: add --load and --save with the same folder"
                 )
-    if run.job.seconds is not None and run.job.seconds <= slurm.save_seconds:
-        yield (
-            f"--save-seconds {slurm.save_seconds}: the job would receive the signal to save when "
-            f"it starts, because --time is {run.job.time}: give a longer --time or fewer seconds"
-        )
+        if run.job.seconds is not None and run.job.seconds <= slurm.save_seconds:
+            yield (
+                f"--save-seconds {slurm.save_seconds}: the job would receive the signal to save "
+                f"when it starts, because --time is {run.job.time}: give a longer --time or fewer "
+                "seconds"
+            )
     if run.job.time is None and slurm.requeue is False and slurm.chain > 1:
         yield f"--chain {slurm.chain} needs --time: without a limit, the first job never ends early"
 

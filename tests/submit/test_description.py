@@ -88,7 +88,10 @@ _RESUME = (*COMMAND, *RESUME)
         (("--requeue", "--", "a.py", "--save=x"), "has no --load: add --load and --save"),
         (("--requeue", "--chain", "2", *_RESUME), "both continue a run: give only one of them"),
         (("--chain", "2", *_RESUME), "--chain 2 needs --time"),
-        (("--time", "0:02:00", *COMMAND), "--save-seconds 120: the job would receive the signal"),
+        (
+            ("--time", "0:02:00", "--requeue", *_RESUME),
+            "--save-seconds 120: the job would receive the signal",
+        ),
     ],
 )
 def test_a_mistake_says_its_remedy(words: tuple[str, ...], message: str) -> None:
@@ -176,7 +179,10 @@ def test_each_target_has_its_needs(target: str, words: tuple[str, ...], message:
 )
 def test_hostfiles_of_mpi_and_deepspeed(text: str, sizes: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
-    assert sizes in job_file("hostfile", "--hostfile", str(tmp_path / "hosts"), *COMMAND)
+    words = ("--hostfile", str(tmp_path / "hosts"))
+    assert sizes in job_file("hostfile", *words, *COMMAND)
+    fewer = job_file("hostfile", *words, "--processes-per-node", "1", *COMMAND)
+    assert "--nproc-per-node 1\n" in fewer
 
 
 @pytest.mark.parametrize(
@@ -200,8 +206,8 @@ def test_a_bad_hostfile_says_its_remedy(text: str, message: str, tmp_path: Path)
 def test_a_job_that_continues_needs_a_checkpoint(asked: tuple[str, ...]) -> None:
     words = (*asked, "--time", "01:00:00", "--")
     assert f"{' '.join(asked)} continues from a checkpoint" in _problems(*words, "a.py")
-    # Without a second job, there is nothing to continue.
-    job_file("slurm", "--chain", "1", "--time", "01:00:00", "--", "a.py")
+    # Without a second job, there is nothing to continue, and no signal to save.
+    job_file("slurm", "--chain", "1", "--time", "00:01:00", "--", "a.py")
 
 
 def test_every_line_of_a_hostfile_is_checked_and_numbered_from_1(tmp_path: Path) -> None:

@@ -182,3 +182,14 @@ def test_a_variable_of_the_user_is_there_once() -> None:
     names = [one["name"] for one in pod["containers"][0]["env"]]
     assert names == ["OMP_NUM_THREADS", "NCCL_DEBUG", "NO"]
     assert pod["containers"][0]["env"][1]["value"] == "INFO"
+
+
+def test_memory_has_the_same_unit_everywhere() -> None:
+    """SLURM's G is 2^30 bytes too."""
+    words = ("--memory-gb", "1000", "--shared-memory-gb", "9", *COMMAND)
+    (pod,) = _pods(_objects("job", *words))
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["memory"] == "1000Gi"
+    assert {"medium": "Memory", "sizeLimit": "9Gi"} in [
+        volume.get("emptyDir") for volume in pod["volumes"]
+    ]
