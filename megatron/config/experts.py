@@ -207,13 +207,13 @@ def layer_experts(options: ExpertOptions, layers: int) -> tuple[int, ...]:
 
     Raises:
         ValueError: `moe_layer_freq` is not a number, last-of-N or a pattern with one entry per
-            layer; or `num_experts` has different numbers, but not one for each mixture layer.
+            layer; or `num_experts` has several numbers, but not one for each mixture layer.
     """
     counts = options.num_experts
     if not counts:
         return (0,) * layers
     chosen = _chosen_layers(options.moe_layer_freq, layers)
-    if len(set(counts)) == 1:
+    if len(counts) == 1:
         return tuple(counts[0] if is_chosen else 0 for is_chosen in chosen)
     if len(counts) != sum(chosen):
         raise ValueError(

@@ -6,7 +6,7 @@ sections that override the others, and `recipe` describes the file (`megatron.re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,13 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key, _ in node.value:
             name = self.construct_object(key)
-            if isinstance(name, str) and name in seen:
+            if not isinstance(name, Hashable):
+                continue  # the superclass rejects it
+            if name in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{name!r} appears twice: keep one of them", key.start_mark
                 )
-            seen.add(name if isinstance(name, str) else None)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 

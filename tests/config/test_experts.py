@@ -282,6 +282,11 @@ RULES = [
         ["it chooses 3 layers, but --num-experts has 2 numbers"],
     ),
     (
+        "--num-experts 4 4 --moe-layer-freq ([0]*1+[1]*3)",
+        1,
+        ["it chooses 3 layers, but --num-experts has 2 numbers"],
+    ),
+    (
         "--num-experts 4 2 8 --moe-layer-freq ([0]*1+[1]*3) --moe-router-topk 3",
         1,
         ["--moe-router-topk 3 is above --num-experts 2"],

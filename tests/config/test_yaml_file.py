@@ -107,6 +107,8 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
             "'model' appears twice: keep one of them",
         ),
         ("model: {num_layers: 2, num_layers: 4}", "'num_layers' appears twice: keep one of them"),
+        ("layouts: {8: {}, 0x8: {}}", "8 appears twice: keep one of them"),
+        ("layouts: {[8]: {}}", "found unhashable key"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
