@@ -63,6 +63,11 @@ def gpus_are_chosen() -> bool:
     return "CUDA_VISIBLE_DEVICES" in os.environ
 
 
+def gpus_are_hidden() -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES is empty, which hides all GPUs from this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
 def cuda_home() -> Path | None:
     """Return the CUDA toolkit named by CUDA_HOME or CUDA_PATH, if any."""
     path = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")

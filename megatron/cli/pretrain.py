@@ -20,7 +20,7 @@ from megatron.config.arguments import ParsedFlag, split
 from megatron.config.fields import suggestion
 from megatron.config.finetuning import finetuning_args
 from megatron.config.parser import show_help
-from megatron.environment import module_command
+from megatron.environment import gpus_are_hidden, module_command
 from megatron.errors import ConfigError
 from megatron.kernels.build import detect_architectures
 from megatron.processes.launch import hide_gpus, is_launched
@@ -137,7 +137,8 @@ def _exec(argv: Sequence[str], *, finetunes: bool = False) -> None:
     if not is_launched():
         current = Path.cwd()
         script_path = script.relative_to(current) if script.is_relative_to(current) else script
-        print_line(f"$ {shlex.join([*program, str(script_path), *flags])}\n")
+        variables = ["CUDA_VISIBLE_DEVICES="] if gpus_are_hidden() else []
+        print_line(f"$ {shlex.join([*variables, *program, str(script_path), *flags])}\n")
     _, *launcher = program
     prefix = [*module_command(_LAUNCHER), *launcher[2:]] if launcher else [sys.executable]
     os.execv(prefix[0], [*prefix, str(script), *flags])

@@ -383,7 +383,7 @@ def test_a_file_with_a_task_s_name_is_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("gpus", "launched", "shown", "started"),
     [
-        ("0", False, "python pretrain_gpt.py", [sys.executable]),
+        ("0", False, "CUDA_VISIBLE_DEVICES= python pretrain_gpt.py", [sys.executable]),
         (
             "2",
             False,
@@ -405,6 +405,7 @@ def test_the_command_is_shown_and_replaces_this_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Processes of a launcher show nothing, because there are many."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if launched:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -426,4 +427,6 @@ def test_a_script_elsewhere_is_shown_with_its_path(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pretrain.os, "execv", lambda *_: None)
     assert pretrain.pretrain(["gpt-tiny", "--gpus", "0"]) == 0
-    assert capsys.readouterr().out.startswith(f"$ python {ROOT / 'pretrain_gpt.py'} --config ")
+    assert capsys.readouterr().out.startswith(
+        f"$ CUDA_VISIBLE_DEVICES= python {ROOT / 'pretrain_gpt.py'} --config "
+    )
