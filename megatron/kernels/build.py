@@ -439,7 +439,7 @@ def _alone(path: Path, report_waiting: LineWriter) -> Iterator[None]:
                     has_reported = True
                     report_waiting(
                         f"fused kernels: another process is compiling them and holds {path}; "
-                        f"this one continues without them after {LOCK_LIMIT} s"
+                        f"after {LOCK_LIMIT} s, this one compiles them too"
                     )
                 time.sleep(0.1)
             except OSError:

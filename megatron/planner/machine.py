@@ -172,8 +172,7 @@ def find_machine(name: str) -> Machine:
 def read_machine(path: Path, start: Machine) -> Machine:
     """Return `start` with its rates replaced by those that `tools/benchmark.py --ceilings` wrote.
 
-    The file may also contain fields of `Machine` except `experts_in_fp8`, which replace those of
-    `start`.
+    The file may also contain fields of `Machine`, which replace those of `start`.
 
     Raises:
         DataError: The file cannot be read, contains no such rates, or has an invalid value.
@@ -186,6 +185,11 @@ def read_machine(path: Path, start: Machine) -> Machine:
         raise DataError(f"--machine {path}: must contain a JSON object")
     not_rates = {"name", "link", "network", "experts_in_fp8"}
     rates = {entry.name for entry in fields(Machine)} - not_rates
+    in_fp8 = content.get("experts_in_fp8", start.experts_in_fp8)
+    if not isinstance(in_fp8, bool):
+        raise DataError(
+            f"--machine {path}: experts_in_fp8 {json.dumps(in_fp8)}: must be true or false"
+        )
     numbers: dict[str, Any] = {"peak": content.get("datasheet")} | {
         name: content[name] for name in rates & set(content)
     }
@@ -218,4 +222,4 @@ def read_machine(path: Path, start: Machine) -> Machine:
         numbers |= {"attention": 6 / seconds, "copy": _KERNEL_RATE * measured["copy"]}
     name = str(content.get("device", content.get("name", start.name)))
     changed: dict[str, Any] = numbers | {link_name: Link(**links[link_name]) for link_name in links}
-    return replace(start, name=name, **changed)
+    return replace(start, name=name, experts_in_fp8=in_fp8, **changed)

@@ -397,7 +397,7 @@ def test_who_waits_long_for_another_process_says_for_what(tmp_path, counting_com
         fcntl.flock(holder, fcntl.LOCK_EX)
         building.build("sm_90a", lock.parent, print, say_waiting)
         assert len(said) == 1
-        assert f"another process is compiling them and holds {lock}" in said[0]
+        assert f"another process is compiling them and holds {lock}; after 300 s, this" in said[0]
         # A lock of a process that is gone does not block anybody.
         building.build("sm_90a", lock.parent, print, pytest.fail)
 

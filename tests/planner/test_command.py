@@ -374,8 +374,12 @@ def test_measured_rates_replace_built_in_ones(tmp_path):
     assert machine.link == MACHINES["H200"].link
     assert machine.copy == pytest.approx(MACHINES["H200"].copy, rel=0.02)
     assert machine.attention == pytest.approx(MACHINES["H200"].attention, rel=0.1)
+    path.write_text('{"experts_in_fp8": false, "products": 1e15}')
+    machine = read_machine(path, MACHINES["H200"])
+    assert (machine.experts_in_fp8, machine.products) == (False, 1e15)
     for wrong in (
-        "{}", "[1]", "no JSON", '{"products": -1}', '{"products": Infinity}', '{"node": 8.5}',
+        "{}", "[1]", "no JSON", '{"products": 1, "experts_in_fp8": "no"}',
+        '{"products": -1}', '{"products": Infinity}', '{"node": 8.5}',
         '{"link": {"speed": 3}}', '{"link": {"bandwidth": "x", "latency": 0}}', "[" * 100_000,
         '{"network": {"bandwidth": 0, "latency": 0}}', '{"attention_forward": 3}',
     ):  # fmt: skip
