@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic requires this one before Python 3.12
 
-from megatron.inference.request import MAX_LENGTH_PENALTY, Beam, Sampling
+from megatron.inference.request import MAX_LENGTH_PENALTY, Beam, NeighborPassage, Sampling
 from megatron.inference.server.endpoint import ApiError
 from megatron.inference.server.schema import describe
 from megatron.inference.server.service import (
@@ -55,7 +55,8 @@ class MegatronRequest(BaseModel):
         stop_on_double_eol: End an answer at the first empty line. No effect in a beam search.
         stop_on_eol: End an answer at the first newline. No effect in a beam search.
         prevent_newline_after_colon: Never choose a newline right after a colon.
-        random_seed: Seed for sampling. The same seed gives the same answers.
+        random_seed: Seed for sampling. The same seed gives the same answers. Equal prompts in a
+            request get different ones.
         no_log: Do not write this request to the server's log, even under --log-requests.
         beam_width: Number of beams. Instead of sampling, a beam search returns the best answers, as
             many as there are beams.
@@ -81,21 +82,25 @@ class MegatronRequest(BaseModel):
     stop_on_double_eol: bool = False
     stop_on_eol: bool = False
     prevent_newline_after_colon: bool = False
-    random_seed: int = Field(-1, ge=0)
+    random_seed: int | None = Field(None, ge=0)
     no_log: bool = False
     beam_width: int | None = Field(None, ge=1)
-    stop_token: int = 50256
+    stop_token: int | None = None
     length_penalty: float = Field(1.0, ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)
     model: str | None = None
 
 
 class MegatronAnswer(TypedDict, total=False):
-    """The answer of `PUT /api`. A beam search has scores instead of logprobs."""
+    """The answer of `PUT /api`. A beam search has scores instead of logprobs.
+
+    Only a Retro model's answer has passages, a list for each prompt.
+    """
 
     text: list[str]
     segments: list[list[str]]
     logprobs: list[list[float]] | None
     scores: list[float]
+    passages: list[list[NeighborPassage]]
 
 
 # A function that returns whether a rule holds for a field's value, given the whole request.
@@ -237,7 +242,7 @@ class MegatronApi:
         if request.beam_width is None:
             samplings = [self._sampling(request, body, index) for index in range(len(prompts))]
         else:
-            samplings = [self._beam_search(request, body)]
+            samplings = [self._beam_search(request)]
         requests = [
             TextRequest(prompt, sampling, adapter=adapter)
             for prompt, sampling in zip(prompts, samplings, strict=True)
@@ -307,8 +312,9 @@ class MegatronApi:
             prompt_logprobs=request.logprobs,
         )
 
-    def _beam_search(self, request: MegatronRequest, body: Mapping[str, Any]) -> Sampling:
-        stop_tokens = {request.stop_token} if "stop_token" in body else self._service.stop_tokens
+    def _beam_search(self, request: MegatronRequest) -> Sampling:
+        stop_token = request.stop_token
+        stop_tokens = self._service.stop_tokens if stop_token is None else {stop_token}
         vocabulary = range(self._service.settings.engine.vocab_size)
         assert request.beam_width is not None
         return Sampling(

@@ -106,7 +106,8 @@ class OpenAiRequest(_Schema):
         top_k: Sample from the k most likely tokens. 0 disables the limit. Not in OpenAI's API.
         repetition_penalty: Lower the logits of tokens that have already occurred. 1 disables it.
             Not in OpenAI's API.
-        seed: Seed for sampling. The same seed gives the same answers.
+        seed: Seed for sampling. The same seed gives the same answers, also to equal prompts in a
+            request. Only the n answers to a prompt differ.
         stop: Stop sequences, which end an answer and are not part of it.
         stream: Send the answer as server-sent events while it is generated.
         stream_options: Options of a streamed answer.

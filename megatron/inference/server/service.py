@@ -283,12 +283,20 @@ class TextAnswer:
         return "length" if ended_by_length and not self._stopped else "stop"
 
     @property
+    def can_echo(self) -> bool:
+        """Whether the prompt can be returned, with any log probabilities that were requested.
+
+        Retro's passages arrive before a long prompt has been scored.
+        """
+        return self.prompt is not None or not self.request.sampling.prompt_logprobs
+
+    @property
     def is_complete(self) -> bool:
         """Whether a stop string or the engine has ended the answer."""
         return self._stopped or self.finished is not None
 
     def echo(self) -> TextPiece:
-        """Return the prompt, with its tokens if their log probabilities have arrived."""
+        """Return the prompt, with its tokens if their log probabilities were requested."""
         tokens = []
         if self.prompt is not None:
             tokens = decode_prompt(self._tokenizer, self.request.prompt, self.prompt)
@@ -402,7 +410,7 @@ class AnswerGroup:
                     continue
                 index, answer = self._unfinished[name]
                 piece = answer.process(answer_events)
-                if index in unechoed:
+                if index in unechoed and answer.can_echo:
                     unechoed.remove(index)
                     yield index, await asyncio.to_thread(answer.echo)
                 if is_first and (piece.text or piece.tokens):
@@ -534,10 +542,10 @@ class Service:
         """Return the seed of one of a request's sequences, which is different for each index.
 
         Args:
-            seed: Seed of the request. `None` or a number below 0 means that it has none.
+            seed: Seed of the request, or `None` if it has none.
             index: Index of the prompt (`PUT /api`), or of the answer to its prompt (OpenAI's API).
 
         Returns:
             The sequence's seed, or `None` if the request has none.
         """
-        return None if seed is None or seed < 0 else (seed + index) & MAX_SEED
+        return None if seed is None else (seed + index) & MAX_SEED

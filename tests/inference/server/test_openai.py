@@ -42,6 +42,13 @@ def test_several_prompts_and_answers_are_in_order(client: openai.OpenAI) -> None
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (2, 8)
 
 
+def test_equal_prompts_have_equal_seeds_and_the_answers_to_each_differ(
+    client: openai.OpenAI, live: Live
+) -> None:
+    client.completions.create(model="test", prompt=["x", "x"], n=2, max_tokens=1, seed=3)
+    assert [request.sampling.seed for request in live.engine.seen[-4:]] == [3, 4, 3, 4]
+
+
 def test_token_ids_are_a_prompt(client: openai.OpenAI, live: Live) -> None:
     client.completions.create(model="test", prompt=[5, 6], max_tokens=1)
     assert live.engine.seen[-1].prompt == (5, 6)
@@ -437,3 +444,8 @@ def test_the_openapi_document_has_every_field_and_path(live: Live) -> None:
             "404",
         }
     assert {"/v1/models", "/health", "/metrics"} <= set(document["paths"])
+    api = document["paths"]["/api"]["post"]
+    content = api["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert content["stop_token"]["default"] is None  # the tokenizer's end of document
+    answer = api["responses"]["200"]["content"]["application/json"]["schema"]["properties"]
+    assert answer.keys() == {"text", "segments", "logprobs", "scores", "passages"}

@@ -123,11 +123,8 @@ def test_defaults_are_megatron_s() -> None:
         **dict.fromkeys(("top_p", "top_p_decay", "top_p_bound"), 0.0),
         **dict.fromkeys(("logprobs", "add_BOS", "no_log", "prevent_newline_after_colon"), False),
         **dict.fromkeys(("stop_on_double_eol", "stop_on_eol"), False),
-        "random_seed": -1,
-        "beam_width": None,
-        "stop_token": 50256,
+        **dict.fromkeys(("random_seed", "beam_width", "stop_token", "model")),
         "length_penalty": 1.0,
-        "model": None,
     }
 
 

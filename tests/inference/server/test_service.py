@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.inference.messages import Add, Cancel, Command, Unpacker
-from megatron.inference.request import Finished, Sampling, Token
+from megatron.inference.request import (
+    Event,
+    Finished,
+    NeighborPassage,
+    Prompt,
+    Retrieved,
+    Sampling,
+    Token,
+)
 from megatron.inference.server.endpoint import ApiError
-from megatron.inference.server.service import EngineClient, Service, TextRequest
+from megatron.inference.server.service import (
+    AnswerGroup,
+    EngineClient,
+    Service,
+    TextPiece,
+    TextRequest,
+)
 
 REQUEST = TextRequest((1, 2), Sampling(max_new_tokens=3), adapter=1)
 
@@ -70,8 +85,35 @@ def test_a_request_has_at_most_as_many_tokens_as_the_server_allows() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "index", "found"),
-    [(None, 3, None), (-1, 3, None), (0, 3, 3), (5, 0, 5), (2**63 - 1, 0, 2**63 - 1),
+    [(None, 3, None), (0, 3, 3), (5, 0, 5), (2**63 - 1, 0, 2**63 - 1),
      (2**63 - 1, 2, 1)],
 )  # fmt: skip
 def test_each_sequence_has_its_own_seed(seed: int | None, index: int, found: int | None) -> None:
     assert Service.seed_of(seed, index) == found
+
+
+def test_the_echo_of_a_prompt_waits_for_its_log_probabilities() -> None:
+    """A long prompt takes several steps, and Retro's first passages come before the last one."""
+    passage = NeighborPassage(chunk=0, corpus=0, document=3, text="near")
+    later: list[Event] = [Prompt("r1", (-0.5,)), Token("r1", 99, -0.25), Finished("r1", "length")]
+    sampling = Sampling(max_new_tokens=1, logprobs=True, prompt_logprobs=True)
+    request = TextRequest((97, 98), sampling, echo=True)
+    tokenizer = SimpleNamespace(detokenize=lambda ids: "".join(map(chr, ids)))
+
+    async def pieces() -> list[TextPiece]:
+        client = EngineClient(None, SimpleNamespace(write=len), 1)  # type: ignore[arg-type]
+        service: Any = SimpleNamespace(engine=client, tokenizer=tokenizer)
+        group, found = AnswerGroup(service, [request]), []
+        client._dispatch(Retrieved("r1", (passage,)))
+        async for _, piece in group.pieces():
+            found += [] if piece is None else [piece]
+            while later:
+                client._dispatch(later.pop(0))
+        return found
+
+    first, *others = asyncio.run(pieces())
+    assert first == TextPiece("", (), (passage,))
+    assert [(piece.text, [token.logprob for token in piece.tokens]) for piece in others] == [
+        ("ab", [None, -0.5]),
+        ("c", [-0.25]),
+    ]
