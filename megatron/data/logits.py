@@ -155,18 +155,25 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
         DataError: The folder does not hold logits, or its header is damaged or cannot be read.
     """
     path = folder / HEADER
-    if not path.is_file():
+    remedy = "delete the folder and write it again with --logits-save-dir"
+    try:
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         if next(folder.glob("cp*_dp*__*.tar"), None) is not None:
             raise DataError(
                 f"{flag} {folder}: holds Megatron Core's tar files, whose order depends on Core's "
                 "processes: write the logits again with --logits-save-dir"
-            )
+            ) from None
         raise DataError(
             f"{flag} {folder}: there is no {HEADER}: give a folder that --logits-save-dir wrote"
-        )
-    remedy = "delete the folder and write it again with --logits-save-dir"
+        ) from None
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}): make it readable, or write the "
+            "logits again"
+        ) from error
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(text)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise ValueError(f"the format is not {FORMAT}")
         header = LogitsHeader(**values)
@@ -178,11 +185,6 @@ def read_header(folder: Path, flag: str) -> LogitsHeader:
             raise ValueError("a value has the wrong type")
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}): {remedy}") from None
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({error.strerror or error}): make it readable, or write the "
-            "logits again"
-        ) from error
     return header
 
 

@@ -93,20 +93,20 @@ def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
     """Copy a file unless a copy exists. The copy gets its final name only when it is complete."""
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_name(f".{target.name}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed or this process ends
-        if target.exists():
-            return
-        with _writing(target), atomic_file(target) as out:
-            copied = 0
-            for data in _blocks(system, file, flag):
-                out.write(data)
-                copied += len(data)
-            if copied != size:
-                raise DataError(
-                    f"{flag} {file}: only {copied} of {size} bytes were received: start again"
-                )
-        sync_folder(target.parent)
+        with target.with_name(f".{target.name}.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed or this process ends
+            if target.exists():
+                return
+            with atomic_file(target) as out:
+                copied = 0
+                for data in _blocks(system, file, flag):
+                    out.write(data)
+                    copied += len(data)
+                if copied != size:
+                    raise DataError(
+                        f"{flag} {file}: only {copied} of {size} bytes were received: start again"
+                    )
+            sync_folder(target.parent)
 
 
 def _blocks(system: Any, file: str, flag: str) -> Iterator[bytes]:

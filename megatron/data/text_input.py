@@ -67,7 +67,8 @@ class TextBlock(NamedTuple):
         """Return the bytes of the lines, reading them from the file if necessary.
 
         Raises:
-            DataError: The line is too long, or the file has shrunk since it was listed.
+            DataError: The line is too long, or the file cannot be read or has shrunk since it was
+                listed.
         """
         if self.problem:
             raise DataError(
@@ -76,9 +77,15 @@ class TextBlock(NamedTuple):
             )
         if self.data is not None:
             return self.data
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.offset)
-            data = file.read(self.size)
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self.offset)
+                data = file.read(self.size)
+        except OSError as error:
+            raise DataError(
+                f"--input {self.path}: cannot be read ({error.strerror or error}): restore the "
+                "file, or make it readable, and run again"
+            ) from error
         if len(data) != self.size:
             raise DataError(
                 f"--input {self.path}: the file has shrunk: run again when no program is writing "
@@ -119,7 +126,7 @@ def parse_block(block: TextBlock, keys: Sequence[str]) -> Documents:
         keys: The keys of the values to read from each line.
 
     Raises:
-        DataError: The file has shrunk since it was listed.
+        DataError: The file cannot be read, or has shrunk since it was listed.
     """
     if block.problem:
         return Documents([], [], 1, [BadLine(0, 0, block.problem)])

@@ -120,7 +120,10 @@ class Tokenizer(ABC):
         return [np.array(self.tokenize(text), np.int64) for text in texts]
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
-        """Return the token ids of each sentence, without special tokens around the sentences."""
+        """Return the token ids of each sentence, without special tokens around the sentences.
+
+        Llama2Tokenizer puts `<s>` before each sentence.
+        """
         return self.tokenize_batch(texts)
 
     def tokenize_spans(self, text: str) -> tuple[Sequence[int], NDArray[np.int64]]:

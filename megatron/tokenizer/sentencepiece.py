@@ -182,6 +182,9 @@ class GPTSentencePieceTokenizer(Tokenizer):
 class Llama2Tokenizer(GPTSentencePieceTokenizer):
     """A GPTSentencePieceTokenizer that puts `<s>` before each text.
 
+    As in Megatron-LM, it also puts `<s>` before each sentence (`tokenize_sentences`), and thus
+    before each part of a text for fill-in-the-middle.
+
     Raises:
         DataError: The model has no beginning-of-sequence token, or `GPTSentencePieceTokenizer`
             rejects it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -216,11 +217,14 @@ def _segmenter() -> Any:
         raise ConfigError(
             "--tokenizer-type EncDecTokenizer needs jieba: pip install jieba"
         ) from error
-    jieba.setLogLevel(logging.WARNING)
+    jieba.setLogLevel(logging.CRITICAL)  # jieba logs a traceback if it cannot write its cache
     segmenter = jieba.Tokenizer()
     # jieba caches its dictionary as a file of Python objects, by default in a folder where other
     # users can write.
-    segmenter.tmp_dir = str(private_cache("jieba"))
+    try:
+        segmenter.tmp_dir = str(private_cache("jieba"))
+    except (OSError, RuntimeError):  # the cache is optional
+        segmenter.tmp_dir = os.devnull  # not a folder, so nothing is cached
     library = Library("jieba", "its dictionary", lambda: segmenter)
     library.initialize()
     return library.lcut

@@ -160,6 +160,16 @@ def test_damaged_headers_are_refused(text: str, reason: str, tmp_path: Path) -> 
         files.read_header(tmp_path, "--logits-load-dir")
 
 
+def test_a_header_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--x .*: there is no logits.json: give a folder that"):
+        files.read_header(tmp_path, "--x")
+    (tmp_path / files.HEADER).mkdir()
+    with pytest.raises(DataError, match="--x .*: there is no logits.json: give a folder that"):
+        files.read_header(tmp_path, "--x")
+    with pytest.raises(DataError, match=r"logits.json cannot be read \(File name too long\): make"):
+        files.read_header(Path("x" * 300), "--x")
+
+
 def test_a_folder_is_continued_only_with_the_same_settings(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     files.begin_folder(folder, _HEADER)

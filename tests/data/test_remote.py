@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -147,6 +148,21 @@ def test_a_folder_that_cannot_be_written(storage, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises((StorageError, DataError), match="--data-cache-path"):
         local_copy(f"{ADDRESS}/one.jsonl", "--data-path", str(tmp_path / "file"))
+
+
+def test_a_full_disk_has_no_room_for_the_lock(storage, tmp_path, monkeypatch):
+    put(storage, "one.jsonl", b'{"text": "a"}\n')
+    whole = Path.open
+
+    def full(path, *arguments, **options):
+        if path.name == ".one.jsonl.lock":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    message = r"--data-cache-path: .*one.jsonl cannot be written \(No space left on device\): give"
+    with pytest.raises(StorageError, match=message):
+        local_copy(f"{ADDRESS}/one.jsonl", "--data-path", str(tmp_path))
 
 
 def test_a_run_reads_them(tmp_path, monkeypatch):

@@ -164,6 +164,10 @@ def test_a_file_that_shrinks_is_reported(tmp_path: Path) -> None:
     assert first.read() == b"12345\n"
     with pytest.raises(DataError, match="a.jsonl: the file has shrunk: run again when no program"):
         second.read()
+    path.unlink()
+    message = r"--input .*a.jsonl: cannot be read \(No such file or directory\): restore the file"
+    with pytest.raises(DataError, match=message):
+        parse_block(first, ["text"])
 
 
 def test_lines_and_their_documents() -> None:

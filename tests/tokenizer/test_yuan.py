@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -111,6 +113,20 @@ def test_the_dictionary_is_loaded_at_once_and_without_a_word(tmp_path, monkeypat
     assert len(list(private_cache("jieba").iterdir())) == 1
     assert not jieba.default_logger.isEnabledFor(logging.INFO)
     assert cut("中国 a") == ["中国", " ", "a"]
+
+
+@pytest.mark.parametrize("cache", ["file", "file/home", "folder"])
+def test_an_unwritable_cache_is_not_needed(cache, tmp_path, monkeypatch, caplog, capsys):
+    jieba = pytest.importorskip("jieba")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEGATRON_CACHE", str(tmp_path / cache))
+    if cache == "folder":  # it exists, but its disk is full
+        fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr(jieba.tempfile, "mkstemp", fail)
+    wordpiece._segmenter.cache_clear()
+    assert wordpiece._segmenter()("中国 a") == ["中国", " ", "a"]
+    assert not caplog.records
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_missing_library_is_named(small, monkeypatch):
