@@ -58,7 +58,7 @@ def standard_callbacks(run: Run, writers: Sequence[Writer]) -> tuple[list[Callba
     if run.is_log_rank and sys.stderr.isatty():
         callbacks.append(ProgressBar())
     if run.operation_clock is not None:
-        callbacks.append(PipelineBubble(run.operation_clock, writers))
+        callbacks.append(PipelineBubble(run.operation_clock, scalars))
     if checkpoints is not None:
         callbacks.append(checkpoints)
     if non_persistent is not None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megatron.config.parser import parse_config
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from megatron.parallel.layout import Layout
 from megatron.parallel.pipeline.schedule import Operation, make_schedule
 from megatron.parallel.pipeline.simulate import Times, simulate, time_table
 from megatron.training.callbacks import profiling
 from megatron.training.callbacks.profiling import bubble_line
+from megatron.training.callbacks.scalars import Scalars
 from megatron.training.forward import DirectForward
 from megatron.training.loop import standard_callbacks, train
 from megatron.training.timers import Bubble, OperationClock, compare_with_prediction
@@ -209,12 +210,14 @@ def test_a_single_process_has_no_clock():
 
 def test_a_line_every_log_interval_has_the_mean_since_the_last(monkeypatch, capsys):
     class Values:
-        """A writer that keeps the values of each iteration."""
+        """A writer that keeps the values of each iteration. The disk is full after the third."""
 
         def __init__(self):
             self.found = {}
 
-        def write(self, scalars, iteration, samples):
+        def write(self, scalars, iteration, samples, **_):
+            if iteration > 3:
+                raise StorageError("the disk is full")
             self.found[iteration, samples] = scalars["pipeline-bubble"]
 
     def bubble(stages, _):
@@ -231,7 +234,7 @@ def test_a_line_every_log_interval_has_the_mean_since_the_last(monkeypatch, caps
         progress=progress,
         config=SimpleNamespace(logging=SimpleNamespace(log_interval=2)),
     )
-    callback = profiling.PipelineBubble(clock, [values := Values()])
+    callback = profiling.PipelineBubble(clock, Scalars([values := Values()]))
     lines = []
     for progress.iteration in range(1, 6):
         progress.consumed_samples = 10 * progress.iteration
@@ -241,7 +244,8 @@ def test_a_line_every_log_interval_has_the_mean_since_the_last(monkeypatch, caps
         "",
         " pipeline bubble | measured: 15.00% ",
         "",
-        " pipeline bubble | measured: 35.00% ",
+        "WARNING: the disk is full. Training ",
         "",
     ]
-    assert values.found == pytest.approx({(i, 10 * i): i / 10 for i in range(1, 6)})
+    assert "\n pipeline bubble | measured: 35.00% " in lines[3]
+    assert values.found == pytest.approx({(i, 10 * i): i / 10 for i in range(1, 4)})

@@ -10,6 +10,7 @@ import types
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -281,7 +282,9 @@ def test_each_window_has_a_trace_with_all_that_was_asked_for(tmp_path):
     assert trace["with_flops"] == 1
 
 
-def test_a_window_begins_and_ends_with_iterations_that_are_not_skipped(tmp_path, monkeypatch):
+def test_a_window_begins_and_ends_with_iterations_that_are_not_skipped(
+    tmp_path, monkeypatch, capsys
+):
     """A window is named after its last iteration, even if that was skipped. A run may end in it."""
     recorded, files = [], []
 
@@ -292,6 +295,8 @@ def test_a_window_begins_and_ends_with_iterations_that_are_not_skipped(tmp_path,
 
         def export_chrome_trace(self, path):
             files.append(os.path.basename(path))
+            if len(files) == 1:  # the disk is full later
+                Path(path).touch()
 
         def key_averages(self):
             return types.SimpleNamespace(table=lambda **_: "")
@@ -305,6 +310,7 @@ def test_a_window_begins_and_ends_with_iterations_that_are_not_skipped(tmp_path,
     run = build_toy(Layout.single(), [*words, "--profile-dir", str(tmp_path)])
     callback = Profile()
     callback.on_start(run)
+    (tmp_path / "rank0.7.pt.trace.json").touch()  # of an earlier run
     for iteration in range(1, 8):
         if iteration not in (1, 3):
             callback.before_step(run)
@@ -314,6 +320,12 @@ def test_a_window_begins_and_ends_with_iterations_that_are_not_skipped(tmp_path,
         else:
             callback.after_step(run, None, "SIGTERM" if iteration == 7 else None)
     assert files == ["rank0.3.pt.trace.json", "rank0.7.pt.trace.json"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "profile" in line]
+    assert lines == [
+        f"profile of rank 0: {tmp_path / files[0]}",
+        f"WARNING: --profile-dir: the profile {tmp_path / files[1]} could not be written: free "
+        "space or give another folder. Training continues",
+    ]
     assert recorded == [["iteration 2"], ["iteration 5", "iteration 6", "iteration 7"]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from megatron.config import RunConfig
 from megatron.durable import writing_to
 from megatron.parallel.collectives import all_gather
 from megatron.training.callbacks.base import Callback, EarlyExit
+from megatron.training.callbacks.scalars import Scalars
 from megatron.training.passes import schedule_of
 from megatron.training.run import Run
 from megatron.training.step import StepOutcome
 from megatron.training.timers import Bubble, OperationClock, compare_with_prediction
-from megatron.training.writers import Writer
 
 
 def profile_folder(config: RunConfig) -> Path:
@@ -93,9 +94,17 @@ class Profile(Callback):
         self._profiler.__exit__(None, None, None)
         rank, last = run.layout.world.rank, run.progress.iteration
         path = profile_folder(run.config) / f"rank{rank}.{last}.pt.trace.json"
-        self._profiler.export_chrome_trace(str(path))
+        with suppress(OSError):
+            path.unlink()  # the trace of an earlier run
+        self._profiler.export_chrome_trace(str(path))  # does not raise an error if it fails
         print_line(self._profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
-        print_line(f"profile of rank {rank}: {path}")
+        if path.is_file():
+            print_line(f"profile of rank {rank}: {path}")
+        else:
+            print_line(
+                f"WARNING: --profile-dir: the profile {path} could not be written: free space or "
+                "give another folder. Training continues"
+            )
         self._profiler = None
 
 
@@ -106,10 +115,10 @@ class PipelineBubble(Callback):
     pipeline of the logging rank. The other pipelines do the same work.
     """
 
-    def __init__(self, clock: OperationClock, writers: Sequence[Writer]) -> None:
-        """Store the clock and the writers."""
+    def __init__(self, clock: OperationClock, scalars: Scalars) -> None:
+        """Store the clock, and the callback that writes scalars."""
         self._clock = clock
-        self._writers = writers
+        self._scalars = scalars
         self._bubbles: list[Bubble] = []
 
     def after_step(self, run: Run, outcome: StepOutcome, early_exit: EarlyExit | None) -> None:
@@ -123,8 +132,7 @@ class PipelineBubble(Callback):
             "pipeline-bubble": bubble.measured,
             "pipeline-bubble predicted": bubble.predicted,
         }
-        for writer in self._writers:
-            writer.write(scalars, run.progress.iteration, run.progress.consumed_samples)
+        self._scalars.write(run, scalars)
         if run.progress.iteration % run.config.logging.log_interval == 0:
             print_line(bubble_line(self._bubbles))
             self._bubbles = []

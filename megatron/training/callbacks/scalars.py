@@ -83,7 +83,7 @@ class Scalars(Callback):
             }
             share = {} if run.goodput is None else {"goodput": run.goodput}
             extra = speed | share | times | sizes
-            self._write(run, step_scalars(run, outcome, norm, seconds) | extra)
+            self.write(run, step_scalars(run, outcome, norm, seconds) | extra)
 
     def after_skipped(self, run: Run) -> None:
         """Record that the iteration was skipped."""
@@ -125,11 +125,18 @@ class Scalars(Callback):
             scalars[f"{name} {split}"] = value
             if run.config.logging.log_validation_ppl_to_tensorboard and is_likelihood(name):
                 scalars[f"{name} {split} ppl"] = perplexity(value)
-        self._write(run, scalars, at_end_of_training=at_end_of_training)
+        self.write(run, scalars, at_end_of_training=at_end_of_training)
 
-    def _write(
+    def write(
         self, run: Run, scalars: Mapping[str, float], *, at_end_of_training: bool = False
     ) -> None:
+        """Write scalars to all writers. A full disk is reported once, and training continues.
+
+        Args:
+            run: The run.
+            scalars: The values by tag.
+            at_end_of_training: Whether this is the evaluation after the last iteration.
+        """
         self._write_to_all(
             lambda writer, *when: writer.write(
                 scalars, *when, at_end_of_training=at_end_of_training
