@@ -15,7 +15,8 @@ from __future__ import annotations
 import errno
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from megatron.checkpoint.entries import Json
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.checkpoint.find import CheckpointFolder, iteration_folder, scan
 from megatron.checkpoint.loading import open_folder
+from megatron.checkpoint.lock import save_lock
 from megatron.checkpoint.manifest import MANIFEST, MAX_BYTES, ManifestError, dump, parse
 from megatron.checkpoint.reader import NativeReader
 from megatron.checkpoint.retention import RetentionPolicy, prune
@@ -49,7 +51,7 @@ class NonPersistentStore:
     Args:
         root: This process's folder for these checkpoints, created if it is missing.
         run: The run's identity. Checkpoints of other runs are never opened, but a save may delete
-            or replace those in `root`.
+            or replace those in `root`, so the run should hold the `lock`.
         layout: The layout of the ranks that take part.
         copies: The number of folders in which each file is stored, including the rank's own. A copy
             is left out if it would go to the rank's own folder.
@@ -73,6 +75,7 @@ class NonPersistentStore:
     ) -> None:
         """Create the folders, and determine which ranks share a folder."""
         self.root, self.run, self._layout = Path(root).absolute(), run, layout
+        self._is_shared = is_shared
         self._exchange = JsonExchange(layout.world)
 
         def folder_id() -> Json:
@@ -88,6 +91,24 @@ class NonPersistentStore:
         ]
         self._is_leader = rank == self._sharing[0]
         self._jumps = [(jump or len(self._sharing)) * copy for copy in range(1, copies)]
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other jobs out of the folders inside the context. Entering it is collective.
+
+        Raises:
+            CheckpointError: Raised on every rank if another job uses one of the folders.
+            StorageError: A folder cannot be written to.
+        """
+        flag = f"--non-persistent-{'global' if self._is_shared else 'local'}-ckpt-dir"
+        with ExitStack() as stack:
+
+            def acquire() -> None:
+                if self._is_leader:
+                    stack.enter_context(save_lock(self.root, flag))
+
+            self._exchange.on_all_ranks(acquire)
+            yield
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, and return its folder on this machine.

@@ -44,6 +44,7 @@ from megatron.training.panel import format_panel, size_rows, start_panel
 from megatron.training.recipe import Recipe
 from megatron.training.restoring import network_of
 from megatron.training.run import Run
+from megatron.training.run_record import store_of
 from megatron.training.writers import Writer, open_writers
 
 _LESS_MEMORY = (
@@ -202,6 +203,8 @@ def pretrain(
                 config = _end_crash_loop(config, crashes, launch, layout)
                 if layout.world.rank == 0:
                     replace_file(folder / "config.yaml", dump(config).encode())
+            if (store := store_of(config, layout)) is not None:
+                stack.enter_context(store.lock())
         # Open writers before the model is built, so that an unwritable path is reported
         # immediately.
         writers = open_writers(config, is_log_rank=layout.world.is_last)

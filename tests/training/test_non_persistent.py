@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.find import TRACKER
+from megatron.checkpoint.lock import save_lock
 from megatron.config import RunConfig
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.layout import Layout
@@ -46,7 +48,7 @@ def test_a_killed_run_resumes_from_a_non_persistent_checkpoint(kind: str, tmp_pa
         return ended.output
 
     assert resumed(0, ends_at=3).count("first non-persistent checkpoint: ") == 1
-    assert sorted(path.name for path in fast.iterdir()) == ["iter_0000001", "iter_0000002"]
+    assert sorted(path.name for path in fast.glob("iter_*")) == ["iter_0000001", "iter_0000002"]
     assert f"loaded checkpoint from {fast}/iter_0000002" in resumed(2)
     resumed(5)
     # A damaged one is skipped.
@@ -90,6 +92,18 @@ def test_flags_that_contradict_each_other_are_refused(
     ended = run_training(tmp_path / "out", "--save", str(tmp_path), "--save-interval", "3", *flags)
     assert ended.code == 9
     assert said in ended.output
+
+
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_a_folder_that_another_job_uses_is_refused(kind: str, tmp_path: Path) -> None:
+    """A save deletes older checkpoints in the folder, whichever run wrote them."""
+    fast, flag = tmp_path / "fast", f"--non-persistent-{kind}-ckpt-dir"
+    flags = ["--save", str(tmp_path / "save"), *_OFTEN, "--non-persistent-ckpt-type", kind]
+    with save_lock(fast):
+        ended = run_training(tmp_path / "out", *flags, flag, str(fast))
+    assert ended.code == 4
+    assert f"{fast}/save.lock: process {os.getpid()} on " in ended.output
+    assert f"give another folder to {flag}" in ended.output
 
 
 def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
