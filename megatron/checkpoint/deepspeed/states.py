@@ -237,9 +237,10 @@ def read_divided(files: Sequence[StateFile], shapes: Shapes) -> States:
 
 
 def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
-    """Return `exp_avg` and `exp_avg_sq` of an optimizer without ZeRO, in fp32.
+    """Return the states of an optimizer without ZeRO, in fp32.
 
-    They are zero for a parameter that has no state. Megatron-DeepSpeed numbers parameters by group:
+    They are zero for a parameter that has no state; before the first update, all states are Adam's
+    and zero. Megatron-DeepSpeed numbers parameters by group:
     first those with weight decay, then the others. With `--create-moe-param-group`, experts have
     two more groups, also with weight decay first.
 
@@ -275,14 +276,17 @@ def read_plain(file: StateFile, tree: Any, shapes: Shapes) -> States | None:
         raise CheckpointError(f"{file.zip.path}: the optimizer's groups do not match the model's")
     indices = itertools.chain.from_iterable(indices or () for indices in members)
     result = States(steps=_steps_of_groups(file, state, groups))
-    for index, name in zip(indices, order, strict=True):
+    tensors = list[dict[str, Any]]()
+    for index in indices:
         parameter_state = state.get(index) if type(index) is int else None
         # A parameter that no token has reached has no state yet.
-        tensors = (
+        tensors.append(
             {} if parameter_state is None else _state_tensors(file, parameter_state, result.steps)
         )
-        for kind in ("exp_avg", "exp_avg_sq"):
-            ref = tensors.get(kind)
+    kinds = set[str]().union(*tensors) or {"exp_avg", "exp_avg_sq"}
+    for name, parameter_tensors in zip(order, tensors, strict=True):
+        for kind in sorted(kinds):
+            ref = parameter_tensors.get(kind)
             if ref is not None and (not isinstance(ref, TensorRef) or ref.shape != shapes[name]):
                 raise CheckpointError(f"{file.zip.path}: {kind} of {name} has a different shape")
             parts = () if ref is None else ((file.zip, ref),)

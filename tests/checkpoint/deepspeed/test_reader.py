@@ -284,6 +284,26 @@ def test_steps_counted_by_group_are_taken_over(natives, tmp_path, form):
     assert (reader.iteration, reader.meta["optimizer"]["step"]) == (2, 1)
 
 
+@pytest.mark.parametrize("form", [Form(), Form(zero=1, data=2)], ids=str)
+def test_the_momentum_of_sgd_is_read(natives, tmp_path, form):
+    ours = open_checkpoint(natives("GPT-2"))
+    folder = to_deepspeed(ours, tmp_path, form)
+    for path in folder.glob("*optim_states.pt" if form.zero else "*model_states.pt"):
+        tree = _load_with_classes(path)
+        base = tree["optimizer_state_dict"]["base_optimizer_state"] if form.zero else None
+        for state in (base or tree["optimizer"])["state"].values():
+            state["momentum_buffer"] = state.pop("exp_avg")
+            del state["exp_avg_sq"], state["step"]
+        save(tree, path)
+    theirs = open_checkpoint(tmp_path)
+    kinds = {name.rpartition(".")[2] for name in theirs.names() if name.startswith("optimizer.")}
+    assert kinds == {"momentum"}
+    name = "optimizer.layers.1.mlp.up.weight"
+    momentum = read_whole(theirs, f"{name}.momentum")
+    assert momentum.any()
+    assert torch.equal(momentum, read_whole(ours, f"{name}.exp_avg"))
+
+
 def _load_with_classes(path):
     from tests.checkpoint.deepspeed import deepspeed_files
 
