@@ -30,6 +30,7 @@ RELEASE = "release"
 COMPLETE = "complete"
 REPLACED = ".old-"
 DEEPSPEED = "global_step"  # prefix of DeepSpeed's folder names
+_DEEPSPEED_TRACKER = "latest"
 
 _FOLDER = re.compile(r"iter_(\d{7,12})(\.old-[0-9a-f]+)?")
 _DEEPSPEED_FOLDER = re.compile(rf"{DEEPSPEED}(\d{{1,12}})")
@@ -37,7 +38,7 @@ _NAMED = 8  # a message lists at most this many iterations
 _TRACKER_BYTES = 32  # more than any iteration needs; a longer tracker is damaged
 _TRACKERS = {
     TRACKER: re.compile(rf"\s*(\d{{1,12}}|{RELEASE})\s*"),
-    "latest": re.compile(rf"\s*({DEEPSPEED}\d{{1,12}})\s*"),
+    _DEEPSPEED_TRACKER: re.compile(rf"\s*({DEEPSPEED}\d{{1,12}})\s*"),
 }
 _STATES = "_states.pt"  # suffix of DeepSpeed's file names
 _TWO_FORMATS = "holds both "  # start of the message about two formats
@@ -106,7 +107,8 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolde
     if not checkpoints:
         lines = [f"{name} {problem}" for name, problem in problems.items()]
         if tracker_problem or (tracked is not None and tracked not in problems):
-            lines.insert(0, tracker_problem or f"{TRACKER} names {tracked!r}, which does not exist")
+            missing = f"{_tracker_of(tracked)} names {tracked!r}, which does not exist"
+            lines.insert(0, tracker_problem or missing)
         if lines:
             raise CheckpointError(
                 f"{root}: no complete checkpoint: " + "; ".join(lines) + ". Restore one from a "
@@ -118,7 +120,7 @@ def list_checkpoints(root: Path, *, quiet: bool = False) -> list[CheckpointFolde
         if not quiet:
             problem = problems.get(tracked or "", "is missing or incomplete")
             reason = (
-                f"{TRACKER} names {tracked}, which {problem}"
+                f"{_tracker_of(tracked)} names {tracked}, which {problem}"
                 if tracked
                 else f"{TRACKER} is missing"
             )
@@ -175,6 +177,11 @@ def read_tracker(root: Path) -> tuple[str | None, str | None]:
     return None, None
 
 
+def _tracker_of(tracked: str | None) -> str:
+    """Return the file from which `read_tracker` has read a folder's name."""
+    return _DEEPSPEED_TRACKER if (tracked or "").startswith(DEEPSPEED) else TRACKER
+
+
 def scan(root: Path) -> tuple[list[CheckpointFolder], dict[str, str]]:
     """Return the complete checkpoints, newest first, and the problem of each other one by name.
 
@@ -185,7 +192,7 @@ def scan(root: Path) -> tuple[list[CheckpointFolder], dict[str, str]]:
     """
     checkpoints: list[CheckpointFolder] = []
     problems: dict[str, str] = {}
-    if not root.is_dir():
+    if not _is_folder(root):
         return checkpoints, problems
     try:
         children = sorted(root.iterdir())
@@ -217,9 +224,10 @@ def checkpoint_at(path: Path) -> CheckpointFolder | None:
     """Return the checkpoint stored directly in a folder such as `iter_0000100`, or None.
 
     Raises:
-        CheckpointError: The folder contains checkpoints in two formats.
+        CheckpointError: The folder contains checkpoints in two formats, or a folder above it cannot
+            be read.
     """
-    kind, problem = _classify(path) if path.is_dir() else (None, "")
+    kind, problem = _classify(path) if _is_folder(path) else (None, "")
     if problem.startswith(_TWO_FORMATS):
         raise CheckpointError(f"{path} {problem}")
     return CheckpointFolder(kind, iteration_of(path.name), path.absolute()) if kind else None
@@ -256,14 +264,24 @@ def checkpoint_of(root: Path, iteration: int) -> CheckpointFolder:
     raise CheckpointError(f"{flag} holds no checkpoint of this iteration{why}: {remedy}")
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError as error:  # there is no permission to look into the folder above it
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
 def _classify(path: Path) -> tuple[str | None, str]:
     """Return a checkpoint folder's format and "", or None and the reason why it is not loaded."""
-    matches = {
-        "native": (path / MANIFEST).is_file(),
-        "legacy": any(not child.name.endswith(_STATES) for child in path.glob("mp_rank_*")),
-        "core": (path / ".metadata").exists(),
-        "deepspeed": any(path.glob(f"*{_STATES}")),
-    }
+    try:
+        matches = {
+            "native": (path / MANIFEST).is_file(),
+            "legacy": any(not child.name.endswith(_STATES) for child in path.glob("mp_rank_*")),
+            "core": (path / ".metadata").exists(),
+            "deepspeed": any(path.glob(f"*{_STATES}")),
+        }
+    except OSError as error:
+        return None, f"cannot be read: {error.strerror}"
     kinds = [kind for kind, is_match in matches.items() if is_match]
     if len(kinds) == 1:
         return kinds[0], ""

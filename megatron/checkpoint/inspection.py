@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def summarize(
         state = "fits config.json, content not verified: the format has no digests"
         headline = f"{root}  {reader.architecture}  {len(reader.names())} tensors  {state}"
         return [headline, *(_details(reader) if details else ())], True
-    if root.is_file():
+    if os.path.isfile(root):
         raise CheckpointError(f"{root}: {why_no_checkpoint(root)}")
     single = find.checkpoint_at(root)
     if single is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +56,7 @@ def open_checkpoint(
         if step is not None:
             return [find.checkpoint_of(root, step)]
         # A link may point outside a folder of checkpoints only if the user named the link itself.
-        itself = find.checkpoint_at(root.resolve() if root.is_symlink() else root)
+        itself = find.checkpoint_at(root.resolve() if os.path.islink(root) else root)
         return find.list_checkpoints(root) if itself is None else [itself]
 
     problems: list[str] = []
@@ -233,7 +234,7 @@ def open_any(path: Path, *, verify: bool = True, allow_foreign: bool = False) ->
         CheckpointError: There is no checkpoint, or it is damaged, or its format is not supported.
     """
     reader = None
-    if not path.is_file():
+    if not os.path.isfile(path):
         reader = open_root(path, verify=verify, allow_foreign=allow_foreign)
     if reader is None:
         raise CheckpointError(f"{path}: {why_no_checkpoint(path)}")
@@ -264,7 +265,7 @@ def checkpoints_below(root: Path) -> list[str]:
         return []
 
     def is_accepted(folder: Path) -> bool:
-        is_root = (folder / find.TRACKER).is_file() or is_model_folder(folder)
+        is_root = find.read_tracker(folder)[0] is not None or is_model_folder(folder)
         return is_root or find.checkpoint_at(folder) is not None
 
     folders = (folder for folder in root.iterdir() if folder.is_dir())

@@ -42,8 +42,8 @@ _LOCK_IS_TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _INDEX = ".metadata"  # the only listed file of Megatron Core that does not end in a zip
 _FILES = ("mp_rank_*/*.pt", "*.pt", "__*.distcp", _INDEX)
 _NOTE = (
-    "All files that this program wrote. --keep-latest may delete them if they have not changed "
-    "since. Readers lock this file."
+    "The files that this program wrote. --keep-latest and --save-retain-interval may delete them "
+    "if none has changed since. Readers lock this file."
 )
 _MAX_LIST_BYTES = 16 << 20
 

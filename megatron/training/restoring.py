@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -81,7 +82,7 @@ def open_for_loading(config: RunConfig, layout: Layout) -> tuple[RunConfig, Read
         return config, None
     root, start_time = Path(config.checkpoint.load), time.perf_counter()
     options = config.checkpoint
-    if root.is_file():
+    if os.path.isfile(root):
         raise CheckpointError(
             f"{_named_flag(options)} {root} is a file: give the folder of checkpoints"
         )

@@ -1,6 +1,7 @@
 """Which checkpoint is tried first, for every state of the tracker."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -156,6 +157,36 @@ def test_a_tracker_without_its_checkpoint_is_an_error(tmp_path):
     shutil.rmtree(save_state(tmp_path, 3))
     with pytest.raises(CheckpointError, match="iter_0000003.*does not exist"):
         open_checkpoint(tmp_path)
+
+
+def test_folders_without_permission_are_named(tmp_path, capsys, monkeypatch):
+    save_state(tmp_path, 1)
+    locked, stat = save_state(tmp_path, 2), Path.stat
+
+    def refuse(path, **options):
+        if locked in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert assert_loads(tmp_path, [1]) == 1
+    told = "iter_0000002, which cannot be read: Permission denied; trying the newest complete"
+    assert told in capsys.readouterr().err
+    locked = tmp_path.parent  # as if this user could not look into it
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: cannot be read: Permission denied$"):
+        open_any(tmp_path)
+
+
+def test_deepspeeds_tracker_is_called_by_its_name(tmp_path, capsys):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "latest").write_text("global_step3")
+    assert checkpoints_below(tmp_path / "runs") == ["a"]
+    with pytest.raises(CheckpointError, match=": latest names 'global_step3', which does not"):
+        list_checkpoints(tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "a" / "global_step2").mkdir()
+    (tmp_path / "runs" / "a" / "global_step2" / "mp_rank_00_model_states.pt").touch()
+    assert len(list_checkpoints(tmp_path / "runs" / "a")) == 1
+    assert "a: latest names global_step3, which is missing" in capsys.readouterr().err
 
 
 def test_a_damaged_tracker_without_checkpoints_is_an_error(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,9 @@ def inside(folder: Path, name: str) -> Path:
 def is_model_folder(folder: Path) -> bool:
     """Return whether a folder looks like a Hugging Face model, even if its tensors are pickled."""
     names = (SINGLE, INDEX, *_PICKLED)
-    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in names)
+    # Unlike Path's methods, these return False if there is no permission to look.
+    is_file, exists = os.path.isfile, os.path.exists
+    return is_file(folder / CONFIG) and any(exists(folder / name) for name in names)
 
 
 def find_shards(folder: Path, *, allow_foreign: bool = False) -> dict[str, Path]:
