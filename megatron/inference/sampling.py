@@ -199,7 +199,8 @@ def _draw_among_best(scores: Tensor, choices: Sequence[Choice]) -> Tensor:
     probability = best.softmax(dim=-1)
     preceding = probability.cumsum(dim=-1) - probability
     top_p = _send(np.array([choice.top_p or 2.0 for choice in choices], np.float32), scores)
-    best = best.masked_fill((preceding > top_p.unsqueeze(1)) & (rank > 0), _NEG_INF)
+    # Nothing precedes the most probable token, which is always kept.
+    best = best.masked_fill(preceding > top_p.unsqueeze(1), _NEG_INF)
     return tokens.gather(1, _draw(best, choices).unsqueeze(1)).squeeze(1)
 
 

@@ -217,6 +217,21 @@ def test_a_prompt_without_an_answer_does_not_stop_the_others(
     assert captured.out.splitlines()[-1].endswith("0 samples written, 3 in all")
 
 
+def test_others_are_ready_when_requests_of_a_batch_finish(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = []
+
+    class Inbox(SampleInbox):
+        def __init__(self, *given: Any, max_in_progress: int, **named: Any) -> None:
+            most.append(max_in_progress)
+            super().__init__(*given, max_in_progress=max_in_progress, **named)
+
+    monkeypatch.setattr("megatron.inference.samples.SampleInbox", Inbox)
+    assert run(model, "--prompt", "w1", "--out-seq-length", 1, "--max-batch-size", 3) == 0
+    assert most == [6]
+
+
 def test_a_cache_shorter_than_the_model_bounds_answers() -> None:
     """A request that the engine refuses anyway is an error, not an empty answer."""
     texts: dict[int, GeneratedText] = {}

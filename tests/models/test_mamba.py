@@ -18,6 +18,7 @@ from megatron.models.costs import MicroBatch, WeightSplit
 from megatron.models.gpt import GPTModel
 from megatron.models.mamba import Mamba, scan, step
 from megatron.models.plan import InitPlan
+from megatron.models.recurrence import CausalConvolution
 from megatron.models.recurrent_plan import MambaPlan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
@@ -231,3 +232,14 @@ def test_no_layer_looks_ahead(flags: dict[str, Any]) -> None:
     torch.testing.assert_close(after[:, :7], before[:, :7])
     assert not torch.allclose(after[:, 7:], before[:, 7:])
     assert Block.flops(network.layers[0], 12).scores > 0
+
+
+def test_the_convolution_starts_as_pytorch_s_does() -> None:
+    """Both are uniform, up to the inverse square root of the number of tokens that it reads."""
+    made = CausalConvolution(400, 4, BuildContext(Layout.single()))
+    initialize(made.named_parameters(), seed=3)
+    bound = 4**-0.5
+    assert made.bias is not None
+    for drawn in (made.weight, made.bias):
+        assert 0.98 * bound < drawn.abs().max().item() <= bound
+        assert abs(drawn.abs().mean().item() - bound / 2) < 0.05 * bound

@@ -7,7 +7,11 @@ import torch.nn.functional as F
 from megatron.kernels import cross_entropy
 from megatron.kernels.cross_entropy import choose_cross_entropy
 from megatron.parallel.collectives import NO_COMMUNICATION, Communication
-from megatron.parallel.cross_entropy import linear_cross_entropy, vocabulary_cross_entropy
+from megatron.parallel.cross_entropy import (
+    _chunks,
+    linear_cross_entropy,
+    vocabulary_cross_entropy,
+)
 from megatron.parallel.layout import Layout
 from megatron.parallel.products import LinearCall
 from tests.distributed import run_distributed
@@ -236,3 +240,19 @@ def test_a_frozen_weight_has_no_gradient_in_chunks():
         gradients.append(leaf.grad)
         assert (matrix.grad is not None) == is_trained
     assert gradients[0].equal(gradients[1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "heights"),
+    [
+        (4, 100, [4]),  # all of it is within the limit of 1,000 elements
+        (1000, 1, [1000]),
+        (1001, 1, [512, 489]),  # in whole tiles of 128 rows
+        (250, 10, [84, 84, 82]),
+        (3, 2000, [1, 1, 1]),  # a row is the least
+    ],
+)
+def test_chunks_are_as_few_as_the_limit_allows(rows: int, size: int, heights: list[int]) -> None:
+    chunks = list(_chunks(rows, size, 1000))
+    assert [chunk.stop - chunk.start for chunk in chunks] == heights
+    assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == [*range(rows)]

@@ -199,6 +199,7 @@ def test_weights_are_cast_in_shards_with_the_amax_of_the_whole(monkeypatch, dela
         ours = Fp8Weights(flat, storage, products)
         starts = [inverse.data_ptr() for inverse in ours._inverses]
         assert all((start - starts[0]) % 256 == 0 for start in starts)
+        assert starts[0] % 64 == 0  # as PyTorch aligns a tensor of its own on a CPU
         for made in products.values():
             assert not made.arriving.has_arrived()
         ours.cast()

@@ -31,7 +31,7 @@ from megatron.planner.command import (
 from megatron.planner.machine import MACHINES, read_machine
 from megatron.planner.memory import largest_process
 from megatron.planner.pipeline_balance import Pipeline
-from megatron.planner.search import Search, layouts, to_flags
+from megatron.planner.search import Search, _schedules, layouts, to_flags
 from tests.launch import run_ranks
 from tests.repository import ROOT
 
@@ -429,6 +429,14 @@ def test_a_teacher_is_named_as_a_model(capsys):
     assert taught.teacher is not None
     assert len(taught.teacher.layers) == 32
     assert taught.teacher.embedding.vocabulary == alone.embedding.vocabulary
+
+
+def test_the_fewest_and_the_most_chunks_of_a_stage_are_tried():
+    network = SimpleNamespace(num_layers=48, decoder_num_layers=None)
+    values = [schedule for schedule in _schedules(network, 2) if schedule]
+    assert values[0] == {"parallel.pipeline_schedule": "zero-bubble"}
+    chunks = "parallel.num_virtual_stages_per_pipeline_rank"
+    assert values[1:] == [{chunks: 2}, {chunks: 3}, {chunks: 24}]
 
 
 def test_layers_that_are_split_split_sequences_too():

@@ -394,6 +394,8 @@ def test_the_program(
         printed = capsys.readouterr().out
         assert "usage: tools/retro/main.py" in printed
         assert shown in printed
+        if argv == ["--help"]:
+            assert "--train-iters" not in printed, "preprocessing is not training"
 
 
 def test_the_disk_space_of_each_stage(tmp_path: Path) -> None:

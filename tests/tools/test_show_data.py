@@ -290,6 +290,7 @@ def test_a_retro_s_chunks_are_shown_with_their_neighbors(workdir, tmp_path, caps
         ),
         (["--retro-num-neighbors", "9"], "has 4 neighbors per chunk, but"),
         (["--retro-num-retrieved-chunks", "0"], "--retro-num-retrieved-chunks 0: must be at least"),
+        (["--train-samples", "1"], "no neighbors for the .* samples of the train split"),
         (["--train-samples", "2000"], "no neighbors for the .* samples of the train split"),
     ],
 )

@@ -52,9 +52,10 @@ def _by_hand(run: Run) -> float:
     total, labels, dataset = 0.0, 0, run.datasets[1]
     assert dataset is not None
     part = run.parts[0].eval()
+    device = next(part.parameters()).device
     with torch.no_grad():
         for i in range(len(dataset)):
-            batch = {"text": torch.as_tensor(dataset[i]["text"])[None]}
+            batch = {"text": torch.as_tensor(dataset[i]["text"], device=device)[None]}
             losses = run.recipe.forward(part, batch, None, run.config, run.tokenizer, run.layout)
             counted = int((batch["text"][:, :-1] != _EOD).sum())
             total, labels = total + counted * float(losses["lm loss"]), labels + counted

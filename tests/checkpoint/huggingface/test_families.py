@@ -280,6 +280,12 @@ def test_what_a_family_cannot_express_is_named(
     assert any(line.startswith(f"{key} is ") for key in changes for line in found), found
 
 
+def test_weights_of_experts_that_are_not_scaled_are_written_with_a_factor_of_1() -> None:
+    family, config = families()["nemotron_h"], CASES["nemotron h mixture"].config
+    model = family.read(Settings(config, "config.json")).model
+    assert not mismatches(family, replace(model, moe_router_topk_scaling_factor=None), 70)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_network_has_one_activation_function(name: str) -> None:
     config = CASES[name].config

@@ -206,6 +206,11 @@ def test_a_conversation_on_a_terminal(chatty: Live, tmp_path: Path) -> None:
     assert len(chatty.engine.seen[-1].prompt) == 5  # y, yyy and z
     assert chatty.engine.seen[-1].adapter == 1
     assert "/help" in (tmp_path / f"text_generation-{os.getuid()}" / "history").read_text()
+    with on_terminal([sys.executable, *words], tmp_path) as (process, terminal):
+        terminal.say("\x1b[A")  # the arrow key that calls up the last line, which was z
+        terminal.expect("zzz")
+        terminal.leave()
+        assert process.wait(timeout=60) == 0
 
 
 def test_a_server_that_the_command_started_ends_with_it(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ import httpx2 as httpx
 import pytest
 
 from megatron.config.generation import ServerConfig
+from megatron.inference.server import front
 from megatron.inference.server.settings import FrontSettings, ServerLimits
 from tests.inference.server.fake_engine import FakeEngine
 from tests.inference.server.live import Live, make_settings, running
@@ -296,3 +299,17 @@ def test_without_an_engine_requests_are_503() -> None:
     with pytest.raises(ApiError) as caught:
         client.start([])
     assert caught.value.status == 503
+
+
+def test_every_connection_has_a_file_descriptor(tokenizer_folder: Path) -> None:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    engine = FakeEngine()
+    settings = make_settings(tokenizer_folder, engine)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, hard))
+    try:
+        with running(engine, settings):
+            raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+    wanted = settings.limits.connections + front._SPARE_FILES
+    assert raised == (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))

@@ -224,6 +224,14 @@ def test_beam_search(live: Live) -> None:
     assert all(text.startswith(TEXT) for text in answer["text"])
 
 
+def test_a_beam_search_of_width_1_is_scored_as_wider_ones_are(live: Live) -> None:
+    """The score is the sum of the log probabilities, divided by a power of their number."""
+    body = {"prompts": ["xyz"], "tokens_to_generate": 3, "beam_width": 1, "length_penalty": 2.0}
+    answer = live.put(body).json()
+    total = sum(logprob_of(token) for token in live.engine.seen[-1].prompt)
+    assert answer["scores"] == pytest.approx([total / 3**2])
+
+
 def test_add_bos_puts_the_end_of_document_first(live: Live) -> None:
     text = live.put({"prompts": ["", "x"], "add_BOS": True, "tokens_to_generate": 1}).json()["text"]
     # The fake engine repeats the first token, which is the end of a document.

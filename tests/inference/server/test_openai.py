@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from megatron.config.generation import ServerConfig
 from megatron.inference.request import NeighborPassage
 from tests.inference.server.fake_engine import FakeEngine, logprob_of
 from tests.inference.server.live import Live, make_settings, running
@@ -449,3 +450,14 @@ def test_the_openapi_document_has_every_field_and_path(live: Live) -> None:
     assert content["stop_token"]["default"] is None  # the tokenizer's end of document
     answer = api["responses"]["200"]["content"]["application/json"]["schema"]["properties"]
     assert answer.keys() == {"text", "segments", "logprobs", "scores", "passages"}
+
+
+def test_all_answers_of_a_request_are_limited_together(tokenizer_folder: Path) -> None:
+    engine = FakeEngine()
+    server = ServerConfig(max_tokens_to_oom=20)
+    with running(engine, make_settings(tokenizer_folder, engine, server=server)) as live:
+        body = {"prompt": "x", "max_tokens": 4}
+        assert live.post("/v1/completions", {**body, "n": 4}).status_code == 200
+        refused = live.post("/v1/completions", {**body, "n": 5})
+    assert refused.status_code == 422
+    assert "25 is greater than 20" in refused.json()["error"]["message"]
