@@ -152,12 +152,15 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         *("--train-samples", "--train-tokens"),
         *("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--decoupled-lr", "--decoupled-min-lr"),
         *("--exit-interval", "--exit-duration-in-mins", "--save-interval"),
-        *("--save-retain-interval", "--save-interval-in-mins"),
+        *("--save-retain-interval", "--save-interval-in-mins", "--non-persistent-save-interval"),
     )
-    emptied_flags = ["--save", "--tensorboard-dir", "--wandb-project"]
-    # Flags that no later flag turns off, or that require one of the flags above.
+    emptied_flags = ["--save", "--tensorboard-dir", "--step-batch-size-schedule"]
+    emptied_flags += ["--wandb-project", "--wandb-exp-name", "--wandb-save-dir"]
+    # Flags that no later flag turns off, and the opposites of the switches.
     removed_flags = {"--rampup-batch-size", "--iterations-to-skip", "--log-sample-ids"}
-    removed_flags |= {"--wandb-exp-name", "--wandb-name", "--wandb-save-dir"}
+    removed_flags |= {"--no-check-for-nan-in-loss-and-grad", "--no-log-learnig-rate-to-tensorboard"}
+    switches = ["--no-log-sample-ids", "--check-for-nan-in-loss-and-grad"]
+    switches += ["--log-learning-rate-to-tensorboard", "--lr-range-test-exponential"]
     # The first argument of `megatron pretrain` may be a YAML file.
     is_pretraining, is_finetuning = (argv[:2] == ["megatron", x] for x in ("pretrain", "finetune"))
     training_flags = ["--config", *argv[2:]] if is_pretraining else argv
@@ -165,11 +168,13 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
     if not starts_from_weights:
         emptied_flags.append("--load")
         unset_flags += ("--ckpt-step",)
-        removed_flags.add("--exit-on-missing-checkpoint")
+        removed_flags |= {"--exit-on-missing-checkpoint", "--no-initialization"}
+        switches += ["--no-exit-on-missing-checkpoint", "--perform-initialization"]
     flags = {
         "--lr-decay-style": "range-test",
         "--lr-range-test-min-lr": repr(options.min_lr),
         "--lr-range-test-step-size": str(options.iterations - 1),
+        "--lr-wsd-decay-style": "exponential",
         "--lr-range-test-step-rate": repr(options.max_lr / options.min_lr - 1),
         "--train-iters": str(options.iterations),
         "--eval-iters": "0",
@@ -185,8 +190,7 @@ def test_command(options: argparse.Namespace, metrics: Path) -> list[str]:
         *(word for name in unset_flags for word in (name, "none")),
         *(word for name in emptied_flags for word in (name, "")),
         *(word for pair in flags.items() for word in pair),
-        "--lr-range-test-exponential",
-        "--check-for-nan-in-loss-and-grad",
+        *switches,
     ]
 
 

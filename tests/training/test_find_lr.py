@@ -305,6 +305,9 @@ def test_an_update_that_is_skipped_does_not_raise_the_rate(tmp_path: Path) -> No
         "--tensorboard-dir x --tensorboard-queue-size 7",
         "--decoupled-lr 0.1 --decoupled-min-lr 0.01",
         "--load x --finetune --ckpt-step 3",
+        "--load x --no-initialization",
+        "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 3",
+        "--no-check-for-nan-in-loss-and-grad --no-log-learnig-rate-to-tensorboard",
     ],
 )
 def test_flags_of_a_long_run_do_not_stand_in_the_way(words: str, tmp_path: Path) -> None:
@@ -313,8 +316,40 @@ def test_flags_of_a_long_run_do_not_stand_in_the_way(words: str, tmp_path: Path)
     training = config.training
     assert (training.train_iters, training.rampup_batch_size) == (120, None)
     assert not training.iterations_to_skip
+    assert training.check_for_nan_in_loss_and_grad
+    assert config.logging.log_learning_rate_to_tensorboard  # `read_curve` needs it
+    assert config.model.perform_initialization
     assert (config.checkpoint.load is not None) == ("--finetune" in words)
     assert (config.checkpoint.ckpt_step is not None) == ("--finetune" in words)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {
+            "checkpoint": {
+                **{"save": "x", "save_interval": 5, "non_persistent_save_interval": 2},
+                "non_persistent_ckpt_type": "global",
+            },
+            "data": {"log_sample_ids": True},
+        },
+        {"checkpoint": {"load": "x", "exit_on_missing_checkpoint": True}},
+        {"logging": {"wandb_project": "x", "wandb_name": "y", "wandb_save_dir": "z"}},
+        {"logging": {"log_learning_rate_to_tensorboard": False}},
+        {"schedule": {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}},
+        {"training": {"step_batch_size_schedule": "0:4 512:8", "train_tokens": 9000}},
+    ],
+    ids=lambda sections: " ".join(sections),
+)
+def test_neither_do_those_in_a_file(sections: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(sections))  # JSON is YAML
+    words = [*command("--global-batch-size 8"), "--config", str(file)]
+    options = build_parser().read(["--output", "x", "--", *words])
+    config = parse_config(command_of(options, tmp_path / "metrics"), world_size=1).config
+    assert config.training.train_iters == 120
+    assert config.checkpoint.save is None
+    assert config.logging.log_learning_rate_to_tensorboard
 
 
 @pytest.mark.parametrize("processes", [1, 2])
