@@ -328,7 +328,9 @@ def test_flags_of_a_long_run_do_not_stand_in_the_way(words: str, tmp_path: Path)
     [
         {
             "checkpoint": {
-                **{"save": "x", "save_interval": 5, "non_persistent_save_interval": 2},
+                "save": "x",
+                "save_interval": 5,
+                "non_persistent_save_interval": 2,
                 "non_persistent_ckpt_type": "global",
             },
             "data": {"log_sample_ids": True},
@@ -339,7 +341,7 @@ def test_flags_of_a_long_run_do_not_stand_in_the_way(words: str, tmp_path: Path)
         {"schedule": {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}},
         {"training": {"step_batch_size_schedule": "0:4 512:8", "train_tokens": 9000}},
     ],
-    ids=lambda sections: " ".join(sections),
+    ids=" ".join,
 )
 def test_neither_do_those_in_a_file(sections: dict[str, dict[str, object]], tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
