@@ -24,9 +24,10 @@ from pathlib import Path
 from megatron.config import yaml_file
 from megatron.config.arguments import ToolParser, split
 from megatron.config.model import ModelConfig
+from megatron.config.other_flags import translate
 from megatron.config.parser import Program, parse_config
 from megatron.config.resolve import resolve
-from megatron.config.run import RunConfig, RunOptions, field_at, narrow
+from megatron.config.run import Findings, RunConfig, RunOptions, field_at, narrow
 from megatron.config.stages import chunks_of
 from megatron.durable import expect_no_file, plot_name_problems, replace_file, writing_to
 from megatron.errors import ConfigError
@@ -260,11 +261,11 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
         UserError: A model or machine is unknown, or flags have mistakes.
     """
     gpus, machine = _read_cluster(options)
-    flags, defined, vocabulary, architecture = _model_flags(options.model, options.words)
+    flags, defined, vocabulary, architecture = _model_flags(options.model, options.words, gpus)
     flags += options.words if predicts_only(options) else without_layout(options.words)
     if options.global_batch is not None:
         flags += ["--global-batch-size", str(options.global_batch)]
-    names = {field.name for field in split(flags)}
+    names = {flag.name for flag in translate(split(flags), Findings())}
     given_paths = defined | {path for path in _PATHS if names & set(field_at(path).names)}
     vocabulary_sizes = [field.values for field in split(flags) if field.name == "--vocab-size"]
     if vocabulary_sizes and vocabulary_sizes[-1] and vocabulary_sizes[-1][0].isdigit():
@@ -355,20 +356,33 @@ _PATHS = (
 )
 
 
-def _model_flags(model: str | None, flags: list[str]) -> tuple[list[str], set[str], int, str]:
+def _model_flags(
+    model: str | None, flags: list[str], gpus: int
+) -> tuple[list[str], set[str], int, str]:
     """Return a model's flags, the names of the values they set, its vocabulary and architecture.
 
-    Without a model, `flags` determine the architecture.
+    Without a model, --config or the other `flags` determine the architecture.
+
+    Raises:
+        UserError: The model is unknown, a file is invalid, or there are a model and --config.
     """
-    if model is None:
+    files = [flag.values[0] for flag in split(flags) if flag.name == "--config" and flag.values]
+    if model is None and not files:
         return [], set(), _VOCABULARY, catalog.architecture_of(split(flags))
-    path = Path(model)
-    if not catalog.is_huggingface(path):
-        recipe = catalog.find(model)
+    if model is not None and files:
+        raise ConfigError(
+            f"--model {model} and --config {files[-1]}: both name a run: give one of them"
+        )
+    if model is None or not catalog.is_huggingface(Path(model)):
+        recipe = catalog.read(Path(files[-1])) if model is None else catalog.find(model)
         from_vocab_size = int(recipe.values.get("tokenizer.vocab_size") or _VOCABULARY - 1) + 1
         vocabulary = int(recipe.facts.get("vocabulary", from_vocab_size))
-        return ["--config", str(recipe.path)], set(recipe.values), vocabulary, recipe.architecture
-    network = describe_network(path)
+        words = [] if model is None else ["--config", str(recipe.path)]
+        defined = yaml_file.read(recipe.path, Findings(), gpus)
+        default = catalog.architecture_of(split(flags))
+        architecture = str(defined.get("model.architecture", default))
+        return words, set(defined), vocabulary, architecture
+    network = describe_network(Path(model))
     network_words = network_flags(network.model)
     length = min(network.model.max_position_embeddings, 8192)
     network_words += ["--seq-length", str(length), "--bf16"]

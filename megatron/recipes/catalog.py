@@ -103,9 +103,16 @@ def read(path: Path) -> NamedRun:
     if findings.problems:
         raise ConfigError(findings.problems)
     data = yaml_file.load("--config", path) or {}
-    return NamedRun(
-        path.stem, path, data.get("recipe") or {}, values, tuple(sorted(data.get("layouts") or ()))
-    )
+    facts = data.get("recipe") or {}
+    if not isinstance(facts, Mapping):
+        raise ConfigError(f"{path}: recipe: expected `key: value` lines, got {facts!r}")
+    for name in ("parameters", "vocabulary"):
+        count = facts.get(name, 1)
+        if type(count) is not int or count < 1:
+            raise ConfigError(
+                f"{path}: recipe.{name}: expected a whole number above 0, got {count!r}"
+            )
+    return NamedRun(path.stem, path, facts, values, tuple(sorted(data.get("layouts") or ())))
 
 
 def as_script(args: Sequence[str]) -> tuple[str, list[str]]:

@@ -116,6 +116,28 @@ def test_recipes_whose_layouts_differ_from_the_planned_one(tmp_path):
             assert len([word for word in flags if word == "--micro-batch-size"]) <= 1
 
 
+def test_sizes_in_a_file_its_layouts_or_old_flags_are_predicted(tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text(
+        "layouts: {2: {training: {micro_batch_size: 4}}}\n"
+        "model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, "
+        "max_position_embeddings: 64}\ndata: {seq_length: 64}\n"
+        "tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 99}\n"
+        "training: {global_batch_size: 16}\nschedule: {lr: 0.5}\n"
+    )
+    for words in (f"--model {recipe}", f"-- --config {recipe}"):
+        request = read_request(_options("--gpus 2xH100 --time", words))
+        config = parse_config(request.flags, world_size=2).config
+        assert (config.training.micro_batch_size, request.vocabulary) == (4, 100)
+        assert (config.training.global_batch_size, config.schedule.lr) == (16, 0.5)
+    with pytest.raises(ConfigError, match=r"--config .*own.yaml: both name a run: give one"):
+        read_request(_options(f"--model gpt-125m --gpus 2xH100 -- --config {recipe}"))
+    request = read_request(
+        _options("--gpus 2xH100 --time --global-batch 16 --", SMALL, "--batch-size 4")
+    )
+    assert request.start.training.micro_batch_size == 4
+
+
 def test_recorded_passes_are_planned_without_overlap():
     _, search = _search("--gpus 2xH200 --global-batch 8 --", SMALL, "--cuda-graph-impl local")
     best = search.best(3)

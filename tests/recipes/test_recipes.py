@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import RunConfig, parse_config
+from megatron.errors import ConfigError
 from megatron.models.arithmetic import count_active_parameters, count_parameters
 from megatron.models.plan import LANGUAGE_MODEL_HEAD, ModelPlan
 from megatron.models.plans import model_plan
@@ -146,6 +147,22 @@ def test_a_file_of_one_s_own_is_a_recipe(tmp_path: Path) -> None:
     assert (recipe.name, recipe.facts, recipe.layouts) == ("mine", {"title": "mine"}, ())
     assert recipe.values == {"model.num_layers": 3}
     assert recipe.size == 0  # the file does not give it
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ("text", "recipe: expected `key: value` lines, got 'text'"),
+        ("{vocabulary: x}", "recipe.vocabulary: expected a whole number above 0, got 'x'"),
+        ("{vocabulary: -3}", "recipe.vocabulary: expected a whole number above 0, got -3"),
+        ("{parameters: [1]}", "recipe.parameters: expected a whole number above 0, got [1]"),
+    ],
+)
+def test_mistakes_in_the_facts_of_a_recipe(facts: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"recipe: {facts}\nmodel: {{num_layers: 3}}\n")
+    with pytest.raises(ConfigError) as caught:
+        catalog.find(str(tmp_path / "mine.yaml"))
+    assert str(caught.value) == f"{tmp_path / 'mine.yaml'}: {message}"
 
 
 @pytest.mark.parametrize(
