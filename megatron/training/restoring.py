@@ -324,10 +324,11 @@ def restore_run(run: Run, reader: Reader) -> None:
 
 
 def _check_trained(run: Run, reader: Reader, named: Iterable[str]) -> None:
-    """Check that the checkpoint holds optimizer states of all weights that the run trains.
+    """Check that the checkpoint holds all optimizer states of the weights that the run trains.
 
     Collective, because each process may hold states of other weights. There are no states of
-    weights that were frozen when the checkpoint was saved.
+    weights that were frozen when the checkpoint was saved. Megatron-LM saves no moments before the
+    first update, which is late in fp16: the first loss scales are too high.
 
     Args:
         run: The run.
@@ -337,9 +338,8 @@ def _check_trained(run: Run, reader: Reader, named: Iterable[str]) -> None:
     Raises:
         CheckpointError: The checkpoint lacks the optimizer state of a weight.
     """
-    saved = {name.rpartition(".")[0] for name in reader.names() if name.startswith(STATES)}
-    trained = {name.rpartition(".")[0] for name in named}
-    local = sorted(name for name in trained if f"{STATES}{name}" not in saved)
+    saved = set(reader.names())
+    local = sorted({name.rpartition(".")[0] for name in named if f"{STATES}{name}" not in saved})
     lacking = sorted(set().union(*JsonExchange(run.layout.world).gather(local)))
     if not lacking:
         return
@@ -349,7 +349,7 @@ def _check_trained(run: Run, reader: Reader, named: Iterable[str]) -> None:
         flags = "--retro-freeze-gpt" if model.get("retro_freeze_gpt") else ""
     more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
     raise CheckpointError(
-        f"--load {reader.path}: the checkpoint holds no optimizer states of weights that this run "
+        f"--load {reader.path}: the checkpoint lacks optimizer states of weights that this run "
         f"trains: {', '.join(lacking[:SHOWN])}{more}: "
         + (f"give {flags}, as when it was saved, or " if flags else "give ")
         + "--no-load-optim to continue with fresh states (--finetune: from iteration 0)"

@@ -195,7 +195,7 @@ def test_weights_that_were_frozen_have_no_states_to_continue_with(tmp_path):
     saved = f"{common} --freeze embedding.position layers.0.attention.output.bias"
     train_toy(Layout.single(), f"{saved} --save {tmp_path} --save-interval 1".split())
     told = (
-        f"--load {tmp_path / 'iter_0000001'}: the checkpoint holds no optimizer states of weights "
+        f"--load {tmp_path / 'iter_0000001'}: the checkpoint lacks optimizer states of weights "
         "that this run trains: embedding.position.weight, layers.0.attention.output.bias: give "
         "--freeze embedding.position layers.0.attention.output.bias, as when it was saved, or "
         "--no-load-optim to continue with fresh states (--finetune: from iteration 0)"

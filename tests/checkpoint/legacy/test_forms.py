@@ -8,8 +8,10 @@ import torch
 from megatron.checkpoint.entries import Box
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.errors import CheckpointError
+from megatron.parallel.layout import Layout
 from tests.checkpoint.legacy.megatron_files import Form, whole_model, write
 from tests.checkpoint.states import read_whole
+from tests.training.toy import build_toy
 
 FORMS = [
     Form(),
@@ -75,6 +77,21 @@ def test_a_release_starts_a_new_run(tmp_path):
 def test_a_file_without_optimizer_is_read(tmp_path):
     write(tmp_path, Form(), whole_model(), optimizer=None)
     assert open_checkpoint(tmp_path).meta["optimizer"] is None
+
+
+def test_before_the_first_update_there_are_no_states(tmp_path):
+    """The first loss scales of a run in fp16 are too high, and the optimizer's state is empty."""
+    folder = write(tmp_path, Form(dtype=torch.float16), whole_model())
+
+    def empty(tree):
+        tree["optimizer"]["optimizer"]["state"] = {}
+        tree["args"].fp16 = True
+
+    _rewrite(folder / "mp_rank_00" / "model_optim_rng.pt", empty)
+    flags = f"--load {tmp_path} --use-checkpoint-args --fp16 --seq-length 6 --vocab-size 15"
+    said = "lacks optimizer states of .*embedding.word.weight.* give --no-load-optim to continue"
+    with pytest.raises(CheckpointError, match=said):
+        build_toy(Layout.single(), [*flags.split(), "--train-iters", "20"])
 
 
 def _swap(a, b):
