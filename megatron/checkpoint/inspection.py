@@ -37,11 +37,20 @@ def compare(first: Reader, second: Reader, *, only: str = "") -> tuple[list[str]
     Returns:
         A line for each difference, and the number of tensors that are equal: in shape, in dtype,
         and bit for bit, except for the signs of zeros and the bits of NaNs.
+
+    Raises:
+        CheckpointError: No tensor's name begins with `only`, or a checkpoint is damaged.
     """
     lines, equal = list[str](), 0
     first_names, second_names = (
         {n for n in reader.tensors if n.startswith(only)} for reader in (first, second)
     )
+    if only and not first_names | second_names:
+        kinds = {f"{name.partition('.')[0]}." for name in (*first.tensors, *second.tensors)}
+        raise CheckpointError(
+            f"--only {only}: no tensor's name begins with this: names begin with "
+            f"{', '.join(sorted(kinds))}"
+        )
     for reader, unmatched in (
         (first, first_names - second_names),
         (second, second_names - first_names),

@@ -144,6 +144,10 @@ def test_differences_are_named_and_measured(tmp_path, inspect, monkeypatch):
         assert line in text.splitlines()
     code, text = inspect("diff", one, other, "--only", "optimizer.")
     assert (code, text.splitlines()[-1]) == (0, "2 tensors are the same, 0 differences")
+    code, text = inspect("diff", one, other, "--only", "mdoel.")
+    assert code == 4
+    assert "--only mdoel.: no tensor's name begins with this: names begin with " in text
+    assert "model., " in text
     file = other / "rank_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert inspect("diff", one, other)[0] == 4

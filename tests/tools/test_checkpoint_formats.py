@@ -479,7 +479,7 @@ def test_mistakes_are_found_before_anything_is_read(
 @pytest.mark.parametrize(
     ("words", "saver", "meta", "message"),
     [
-        ("--keep-optimizer", "native", {}, "--keep-optimizer: ckpt has no optimizer state"),
+        ("--keep-optimizer", "native", {}, "--keep-optimizer: ckpt has no .*: drop the flag"),
         ("--keep-optimizer", "native", {"optimizer": "adam"}, ""),
         ("", "native", {}, ""),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -212,7 +213,7 @@ def load_checkpoint(options: argparse.Namespace) -> SourceModel:
     """
     folder = options.load_dir
     reader = None
-    if not folder.is_file():
+    if not os.path.isfile(folder):
         reader = open_checkpoint(folder, allow_foreign=options.allow_foreign_checkpoints)
     if reader is None:
         reason = why_no_checkpoint(folder)

@@ -176,7 +176,10 @@ def run(options: argparse.Namespace) -> Iterator[str]:
     elif options.saver == "torch_dist" and options.keep_optimizer:
         yield from unsupported_state(source.config.precision, None, "--saver torch_dist")
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
-        raise CheckpointError(f"--keep-optimizer: {source.reader.path} has no optimizer state")
+        raise CheckpointError(
+            f"--keep-optimizer: {source.reader.path} has no optimizer state for the weights to "
+            "convert (averaged weights and merged adapters never have one): drop the flag"
+        )
     results: list[str] = []
 
     def check(written: Path) -> None:
