@@ -93,8 +93,8 @@ def check_writable(flag: str, path: Path) -> None:
     Raises:
         StorageError: The file cannot be written.
     """
-    is_new = not path.exists()
     with writing_to(flag, path):
+        is_new = not path.exists()
         path.open("a").close()
         if is_new:  # an empty file would make the next run refuse to overwrite it
             path.unlink()

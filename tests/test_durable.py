@@ -255,6 +255,8 @@ def test_an_error_without_a_name_or_number_is_still_reported(tmp_path: Path) -> 
     )
     with pytest.raises(StorageError, match="create the folder, or give another path$"):
         durable.check_writable("--out", path)
+    with pytest.raises(StorageError, match=r"written \(.*File name too long\): give another path$"):
+        durable.check_writable("--out", tmp_path / ("x" * 300))
 
 
 def test_a_check_leaves_files_as_they_are(tmp_path: Path, victim: Path) -> None:

@@ -7,6 +7,7 @@ where the next token begins another example, and in the padding.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +215,7 @@ def conversation_reader(
     )
 
     def open_examples(prefix: str, flag: str) -> TokenizedExamples:
-        if Path(f"{prefix}.idx").is_file():
+        if os.path.isfile(f"{prefix}.idx"):
             raise ConfigError(
                 f"{flag} {prefix}: this is an indexed dataset of documents, but --sft reads "
                 "JSON lines with conversations: name such a file, or give --no-sft"

@@ -37,6 +37,7 @@ from megatron.data.conversation_records import (
     read_examples,
     read_labeled,
 )
+from megatron.data.indexed import map_file
 from megatron.data.preprocess import choose_workers, map_in_order
 from megatron.data.text_input import BadLine, TextBlock, find_inputs, parquet_columns, read_blocks
 from megatron.durable import writing_to
@@ -489,7 +490,7 @@ def load_examples(
             ArraySpec("lengths", np.dtype(np.int64), (0,)),
             ArraySpec("counts", np.dtype(np.int64), (len(_COUNTS),)),
         ]
-        content = [np.memmap(file, np.uint8, "r") for file in files]
+        content = [map_file(Path(file), np.dtype(np.uint8)) for file in files]
         description = "\n".join(
             ("conversations", *map(os.path.abspath, files), str(skip_bad_lines))
         )

@@ -102,7 +102,7 @@ class IndexedDataset:
         self.prefix = prefix
         index = self._index = _read_index(idx_path(prefix))
         self.dtype, self.sequence_lengths, self.pointers, self.document_indices = index[:4]
-        self._tokens = _map(bin_path(prefix), self.dtype)
+        self._tokens = map_file(bin_path(prefix), self.dtype)
 
     def __getstate__(self) -> dict[str, str]:
         """Return the prefix, from which another process can open the dataset."""
@@ -266,12 +266,25 @@ def _require_files(prefix: str) -> None:
     raise DataError(f"dataset {prefix}: {missing[0]} does not exist; {hint}")
 
 
-def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Memory-map the whole file as a read-only array of `dtype`, `[items]`."""
-    count = path.stat().st_size // dtype.itemsize
-    if not count:  # mmap rejects an empty file, which is valid for a corpus without tokens
-        return np.empty(0, dtype)
-    mapped = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+def map_file(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Memory-map a whole file as a read-only array, `[items]`.
+
+    Args:
+        path: The file.
+        dtype: The type of the items.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        count = path.stat().st_size // dtype.itemsize
+        if not count:  # mmap rejects an empty file, which is valid for a corpus without tokens
+            return np.empty(0, dtype)
+        mapped = np.memmap(path, dtype=dtype, mode="r", shape=(count,))
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error}): make it readable, or copy it"
+        ) from error
     # A plain array over the same mapping, because slicing an np.memmap takes ten times as long.
     return mapped.view(np.ndarray)
 
@@ -305,7 +318,7 @@ def _read_index(path: Path) -> _Index:
         DataError: The file is neither MMIDIDX nor TNTIDX of version 1 with token ids, or its size
             does not match its header.
     """
-    raw = _map(path, np.dtype(np.uint8))
+    raw = map_file(path, np.dtype(np.uint8))
     header = bytes(raw[: _HEADER.size])
     if header.startswith(_CACHED_MAGIC):
         return _read_cached_index(path, raw)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import mmap
+import os
 import struct
 from collections.abc import Iterator
 from functools import cache
@@ -43,9 +44,10 @@ def find_tfrecords(path: str) -> list[Path]:
     A file counts as a TFRecord file if its name contains `.tfrecord` or if it begins with a record.
     The list is empty if `path` is the prefix of an indexed dataset.
     """
-    if idx_path(path).exists():
+    # Unlike the methods of Path, these raise no error for an inaccessible folder.
+    if os.path.exists(idx_path(path)):
         return []
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         return sorted(Path(path).glob("*.tfrecord*"))
     return [file for file in map(Path, sorted(glob.glob(path))) if _is_tfrecord(file)]
 

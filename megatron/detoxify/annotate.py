@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         UserError: The scorer failed. The message names the line.
     """
     source = Path(options.data_path)
-    if not source.is_file():  # report this before loading the classifier
+    if not os.path.isfile(source):  # report this before loading the classifier
         raise DataError(f"{FLAG} {source}: no such file: fix the path")
     target = Path(options.out_path or f"{source}-annotated.jsonl")
     check_output(source, target)
@@ -60,10 +61,10 @@ def check_output(source: Path, target: Path) -> None:
         ConfigError: Source and target are the same file.
         StorageError: The target cannot be written.
     """
-    exists = target.exists()
-    if exists and target.samefile(source):
-        raise ConfigError(f"{OUT} {target} is also the input: give another name")
     with writing_to(OUT, target):
+        exists = target.exists()
+        if exists and target.samefile(source):
+            raise ConfigError(f"{OUT} {target} is also the input: give another name")
         target.open("ab").close()
         if not exists:
             target.unlink()

@@ -10,6 +10,7 @@ random order.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     target = Path(options.out_path or f"{source}-nontoxic.jsonl")
     expect_no_file(OUT, [target], overwrite=options.overwrite)
     scored = read_scored(source)
-    if target.exists() and target.samefile(source):
+    if os.path.exists(target) and target.samefile(source):
         raise ConfigError(f"{OUT} {target} is also the input: give another name")
     # Round first, because 0.29 * 100 is 28.999999999999996.
     selected = lowest_indices(scored.scores, int(round(scored.lines * options.keep, 6)))

@@ -7,6 +7,7 @@ served one.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -191,9 +192,9 @@ def add_to(loaded: Loaded, opened: Sequence[OpenedAdapter], device: Device) -> L
 def _open_folder(
     folder: Path, config: RunConfig, base: Reader, *, allow_foreign: bool
 ) -> AdapterFiles:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError("there is no such folder")
-    if (folder / ADAPTER_CONFIG).is_file():
+    if os.path.isfile(folder / ADAPTER_CONFIG):
         return _open_peft(folder, config.model, base, allow_foreign=allow_foreign)
     reader = open_root(folder, verify=False, allow_foreign=allow_foreign)
     if reader is None:

@@ -6,6 +6,7 @@ in the start-up panel.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -290,12 +291,12 @@ def _with_existing_files(
     found: dict[str, Any] = {}
     for name in ("tokenizer_model", "vocab_file", "merge_file", "chat_template"):
         path = getattr(config, name)
-        if path is None or Path(path).exists():
+        if path is None or os.path.exists(path):
             continue
         companion = companions / Path(path).name
         if companion.is_file():
             found[name] = str(companion)
-        elif folder is not None and (Path(folder) / path).exists():
+        elif folder is not None and os.path.exists(Path(folder) / path):
             found[name] = str(Path(folder) / path)
     return replace(config, **found)
 

@@ -5,6 +5,7 @@ In shapes, a text has l chunks of m tokens, each with k neighbors of r tokens.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def open_retriever(
         )
     index = IndexOptions.of(preprocessing)
     vocabulary = preprocessing.embedding.retro_bert_vocab_file
-    has_vocabulary = vocabulary is not None and Path(vocabulary).is_file()
+    has_vocabulary = vocabulary is not None and os.path.isfile(vocabulary)
     network = EmbedderOptions(
         kind=preprocessing.embedding.bert_embedder_type,
         load=str(load),

@@ -10,6 +10,7 @@ memory.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from os.path import commonprefix
@@ -445,8 +446,8 @@ def _sibling_path(tokenizer_model: str | None, name: str) -> Path | None:
     if tokenizer_model is None:
         return None
     model = Path(tokenizer_model)
-    path = (model if model.is_dir() else model.parent) / name
-    return path if path.is_file() else None
+    path = (model if os.path.isdir(model) else model.parent) / name
+    return path if os.path.isfile(path) else None
 
 
 def _settings(tokenizer_model: str | None) -> dict[str, Any]:

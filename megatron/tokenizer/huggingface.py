@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -131,16 +132,16 @@ def _find_file(name: str) -> Path:
         ConfigError: There is no such file.
     """
     path = Path(name)
-    if path.is_dir():
+    if os.path.isdir(path):
         path /= "tokenizer.json"
-    elif not path.exists():
+    elif not os.path.exists(path):
         from huggingface_hub import try_to_load_from_cache  # offline; `tokenizers` requires it
         from huggingface_hub.utils import HFValidationError
 
         with contextlib.suppress(HFValidationError):
             cached_path = try_to_load_from_cache(name, "tokenizer.json")
             path = Path(cached_path) if isinstance(cached_path, str) else path
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"--tokenizer-model {name}: there is no tokenizer.json; give a local file or folder, "
             "or the name of a model in Hugging Face's cache (nothing is downloaded; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import json
 import random
@@ -11,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet
@@ -512,6 +514,12 @@ def test_files_that_hold_no_conversations_are_named(folder: Path, tmp_path: Path
             (tmp_path / name).write_text("text" if name == "a.txt" else "")
         with pytest.raises(DataError, match=f"--data-path .*{name}: .*{problem}"):
             load_examples(str(tmp_path / name), _encoder(folder), cache)
+    (tmp_path / "d.jsonl").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        refuse = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+        patch.setattr(np, "memmap", refuse)
+        with pytest.raises(DataError, match=r"d.jsonl: cannot be read \(Permission denied\): make"):
+            load_examples(str(tmp_path / "d.jsonl"), _encoder(folder), cache)
 
 
 def test_tables_of_parquet_are_read_row_by_row(folder: Path, tmp_path: Path) -> None:

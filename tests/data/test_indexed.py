@@ -445,6 +445,21 @@ def test_a_missing_dataset_lists_similar_names(tmp_path: Path) -> None:
         IndexedDataset("a" * 5000)  # such as another file's text under --data-args-path
 
 
+def test_a_dataset_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random(tmp_path / "corpus")
+
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(
+        DataError, match=r"corpus.idx: cannot be read \(Permission denied\): make it"
+    ):
+        IndexedDataset(tmp_path / "corpus")
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -247,13 +247,15 @@ def test_an_output_that_cannot_be_written_is_reported_before_the_classifier(
     with monkeypatch.context() as loading:
         early = "too early"
         loading.setattr(annotation, "build_scorer", lambda options: pytest.fail(early))
-        for target in (tmp_path / "nowhere" / "out.jsonl", tmp_path):
+        for target in (tmp_path / "nowhere" / "out.jsonl", tmp_path, tmp_path / ("x" * 300)):
             assert megatron([*words, str(target)]) == 8
             said = capsys.readouterr().err
             assert f"--out-path {target} cannot be written" in said
             assert "give another path" in said
         assert megatron([*words, str(source)]) == 9
         assert "is also the input: give another name" in capsys.readouterr().err
+        assert megatron([*words[:3], "x" * 300]) == 6  # it cannot be accessed
+        assert "no such file: fix the path" in capsys.readouterr().err
     monkeypatch.setenv("PERSPECTIVE_API_KEY", "two words")  # a key with a space is refused
     assert megatron([*words, str(tmp_path / "out.jsonl")]) == 9
     assert not (tmp_path / "out.jsonl").exists()

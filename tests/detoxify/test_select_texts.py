@@ -109,6 +109,8 @@ def test_a_share_is_checked_and_the_input_is_not_replaced(tmp_path: Path, capsys
         assert f"--keep {share}: give a fraction" in capsys.readouterr().err
     assert megatron([*words, "--out-path", str(source), "--overwrite"]) == 9
     assert "is also the input" in capsys.readouterr().err
+    assert megatron([*words, "--out-path", "x" * 300]) == 8
+    assert "File name too long): give another path" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="9"):
         megatron(words[:2])
     assert "--data-path" in capsys.readouterr().err

@@ -297,6 +297,7 @@ def test_folders_that_do_not_fit_are_refused_before_the_model_is_loaded(
     saved: Saved, tmp_path: Path
 ) -> None:
     assert "there is no such folder" in _refused(saved.base, tmp_path / "nowhere")
+    assert "there is no such folder" in _refused(saved.base, tmp_path / ("x" * 300))
     assert "adapter_config.json, or the --save folder of" in _refused(saved.base, tmp_path)
     whole = _refused(saved.base, saved.base)
     assert "a whole model without adapters: serve it with --load" in whole

@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.data import TokenizerConfig
 from megatron.config.run import with_values
 from megatron.device import Device
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.inference import load
 from megatron.inference.load import load_gpt, open_existing, saved_config
 from megatron.parallel.collectives import gather_to
 from megatron.parallel.layout import Layout
@@ -161,3 +163,12 @@ def test_relative_paths_are_those_of_the_folder_in_which_training_was_started(
     (elsewhere / "tok").mkdir()
     (elsewhere / "tok" / "merges.txt").write_text("")
     assert saved_config(reader, "run").tokenizer.merge_file == "tok/merges.txt"
+
+
+def test_a_tokenizer_in_a_folder_that_cannot_be_accessed_is_found_in_the_companions(tmp_path):
+    """Such as the home folder of the user who trained the model."""
+    config = TokenizerConfig(tokenizer_model=f"{'x' * 300}/tokenizer.json")
+    assert load._with_existing_files(config, tmp_path, "folder") == config
+    (tmp_path / "tokenizer.json").touch()
+    found = load._with_existing_files(config, tmp_path, "folder")
+    assert found.tokenizer_model == str(tmp_path / "tokenizer.json")

@@ -211,6 +211,7 @@ def test_templates_are_found_where_tokenizers_have_them(tmp_path: Path) -> None:
     model = str(tmp_path / "tokenizer.json")
     assert find_template(None, None) is None
     assert find_template(None, model) is None
+    assert find_template(None, str(tmp_path / ("x" * 300))) is None
     settings = tmp_path / "tokenizer_config.json"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     settings.write_text(json.dumps({"chat_template": named, "eos_token": {"content": "<e>"}}))

@@ -319,6 +319,8 @@ def test_the_characters_of_huggingface_s_tokens(tokenizer_folder):
 def test_huggingface_never_goes_to_the_network(tmp_path):
     with pytest.raises(ConfigError, match="nothing is downloaded"):
         build("HuggingFaceTokenizer", tokenizer_model="openai-community/gpt2")
+    with pytest.raises(ConfigError, match="there is no tokenizer.json"):  # it cannot be accessed
+        build("HuggingFaceTokenizer", tokenizer_model="x" * 300)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer.json: not a Hugging Face tokenizer.json"):
         build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))

@@ -160,7 +160,7 @@ def _stop_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
     path = folder / COMPANION_FOLDER / GENERATION_CONFIG
     try:
         value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (FileNotFoundError, ValueError, RecursionError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return ()  # the import has already checked the parts that matter
     tokens = value if isinstance(value, list) else [value]
     return tuple(token for token in tokens if type(token) is int and 0 <= token < vocab_size)

@@ -136,6 +136,7 @@ def test_stop_tokens_of_an_imported_model(
     assert run._stop_tokens(tmp_path, 10) == tokens
     (tmp_path / "huggingface/generation_config.json").write_text("[" * 100_000)
     assert run._stop_tokens(tmp_path, 10) == ()
+    assert run._stop_tokens(tmp_path / ("x" * 300), 10) == ()  # it cannot be accessed
 
 
 def test_a_token_has_at_least_16_characters(tmp_path: Path) -> None:
