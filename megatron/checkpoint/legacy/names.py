@@ -254,6 +254,8 @@ def list_parameters(
                 )
             except KeyError:
                 problem = f"parameter {path} does not exist in our {architecture}"
+                if ".mlp.router." in path or ".mlp.local_experts." in path:
+                    problem += ": of mixtures of experts, only Megatron Core's are read"
                 raise CheckpointError(problem) from None
         is_decayed = not path.endswith("bias") and len(value.shape) > 1
         parameters.append(Parameter(name, value, is_decayed, expert))

@@ -125,6 +125,12 @@ def _rewrite(path, change):
             lambda t: t["model"]["language_model"]["encoder"].update(x=torch.ones(1)),
             "parameter encoder.x does not exist",
         ),
+        (
+            lambda t: t["model"]["language_model"]["encoder"].update(
+                {"layers.0.mlp.router.weight": torch.ones(2, 8)}
+            ),
+            "mlp.router.weight does not exist in our gpt: of mixtures of experts, only Megatron C",
+        ),
         (lambda t: t.update(checkpoint_version=5.0), "checkpoint_version 5.0 is not supported"),
         (lambda t: t.update(iteration="3"), "iteration '3'"),
         (lambda t: t.update(model0=t.pop("model"), model1={}), "not a GPT, BERT, T5 or Retro file"),
