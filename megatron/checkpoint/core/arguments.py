@@ -36,6 +36,10 @@ _NEUTRAL: dict[str, tuple[Json, ...]] = {
     "experimental_attention_variant": (None, "gated_delta_net", "gdn"),
     "heterogeneous_layers_config_path": (None,),
     "moe_latent_size": (None,),
+    # The rows of gate and up are interleaved in blocks of this size.
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
     "mtp_hybrid_override_pattern": (None,),
     "mtp_use_repeated_layer": (False,),
 }

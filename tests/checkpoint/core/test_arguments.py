@@ -109,6 +109,23 @@ def test_what_llama_4_shares_with_core_is_written_and_read_again():
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+        "moe_router_topk_limited_devices",
+    ],
+)
+def test_experts_with_other_rows_or_routers_are_refused(name):
+    """The tensors have the same names and shapes as without these settings."""
+    config = parse(MIXTURE).config
+    args = vars(core_arguments(config, {}, rows=1024, dtype=torch.float32, data_parallel=1))
+    core_config({**args, name: None})
+    with pytest.raises(CheckpointError, match=f"{name} is 32: such networks are not supported"):
+        core_config({**args, name: 32})
+
+
+@pytest.mark.parametrize(
     ("flags", "frequency"),
     [
         ("--num-experts 8 8 8 8", 1),
