@@ -112,10 +112,9 @@ def run(options: argparse.Namespace) -> None:
     program, remedy = _PROGRAMS[options.to]
     if shutil.which(program) is None:
         raise ConfigError(f"--to {options.to} --submit: {program} is not installed here: {remedy}")
-    if options.to == "slurm":  # SLURM does not create the folder for a job's output
-        Path(description.job.workdir or ".", description.job.logs).mkdir(
-            parents=True, exist_ok=True
-        )
+    if options.to == "slurm":
+        # SLURM does not create the folder for a job's output, which it looks for where sbatch runs.
+        Path(description.job.logs).mkdir(parents=True, exist_ok=True)
     # Replace this process: Python would kill a child right after Ctrl-C, before it can save.
     os.execvp(program, command)
 

@@ -67,7 +67,10 @@ def test_a_missing_program_is_named(target: list[str], program: str, tmp_path: P
 def test_slurm_finds_a_folder_for_its_output(
     workdir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the folder does not exist, SLURM silently cancels the job."""
+    """If the folder does not exist, SLURM silently cancels the job.
+
+    SLURM takes --output relative to where sbatch runs, before the job changes to --workdir.
+    """
     started: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -77,7 +80,7 @@ def test_slurm_finds_a_folder_for_its_output(
     for _ in range(2):  # the folder of an earlier job is kept
         command.run(command.build_parser().read([*words, *COMMAND]))
         assert started.pop() == ["sbatch", "job.sh"]
-    assert (tmp_path / (workdir or ".") / "my-logs").is_dir()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["my-logs"]
 
 
 def test_a_job_file_is_written_into_a_new_folder(
