@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron.config.arguments import MAX_LINE_MB
+from megatron.corpora.http_body import decode_body
 from megatron.corpora.plan import CorpusPlan
 from megatron.data.text_input import (
     BYTE_ORDER_MARK,
@@ -33,6 +34,7 @@ _NEVER_SPLIT = (*PACKED_SUFFIXES, ".parquet", ".txt", *ARCHIVES)
 _SMALLEST_PIECE, _LARGEST_PIECE = 1 << 20, 256 << 20
 _PIECES = 64  # the number of pieces for an input between 64 MiB and 16 GiB
 _PAGES = ("text/html", "application/xhtml+xml")
+_ENCODINGS = ("Transfer-Encoding", "Content-Encoding")
 _MAX_PAGE = MAX_LINE_MB << 20
 _END = 4  # bytes at the end of a record: two line breaks
 
@@ -205,7 +207,7 @@ def _read_archive(path: str) -> Iterator[RawRecord]:
             if raw.read().replace(b"\r", b"")[-2:] != b"\n\n":
                 raise EOFError("it ends in the middle of a record")
             raw.seek(0)
-        records = ArchiveIterator(stream, auto_decode="all", record_types=WarcRecordType.any_type)
+        records = ArchiveIterator(stream, auto_decode="none", record_types=WarcRecordType.any_type)
         for record in records:
             has_records = True
             data = record.reader.read(_MAX_PAGE + 1)
@@ -218,10 +220,13 @@ def _read_archive(path: str) -> Iterator[RawRecord]:
                 if (value := record.headers.get(header))
             }
             name = record.headers.get("WARC-Record-ID") or location
+            excess = f"{record.content_length:,} bytes"
+            if len(data) <= _MAX_PAGE and record.is_http:
+                transfer, content = map(record.http_headers.get_multiple, _ENCODINGS)
+                data = decode_body(data, transfer, content, _MAX_PAGE + 1)
+                excess = f"more than {_MAX_PAGE:,} bytes"
             if len(data) > _MAX_PAGE:
-                yield RawRecord(
-                    location, "", name, fields, excess=f"{record.content_length:,} bytes"
-                )
+                yield RawRecord(location, "", name, fields, excess=excess)
             elif record.record_type == WarcRecordType.conversion:
                 yield RawRecord(location, data.decode("utf-8", "replace"), name, fields)
             elif record.is_http and (record.http_content_type or "text/html") in _PAGES:

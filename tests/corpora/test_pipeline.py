@@ -268,6 +268,9 @@ def _build_from(tmp_path: Path, capsys, data: bytes, name: str, *more: str) -> l
     return [json.loads(line) for file in sorted(out.glob("text/*")) for line in file.open()]
 
 
+_ALL_BUT_EXTRACT = ("urls", "fix", "language", "quality", "duplicates")
+
+
 def test_fields_of_the_input_are_only_fields(tmp_path, capsys) -> None:
     fields = {"_dropped": 1, "_changed": 2, "_cut": 3, "_html": True}
     data = json.dumps({"text": "<b>some</b> words", "id": 0, **fields}).encode()
@@ -315,6 +318,38 @@ def test_a_page_may_name_any_encoding(tmp_path, capsys, charset) -> None:
     data = about + answer + page + answer  # only one of these is a page
     (found,) = _build_from(tmp_path, capsys, data, "a.warc")
     assert (found["text"], found["url"]) == ("Ein schöner Morgen", "http://example.com/a")
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
+def test_bodies_are_decoded_and_no_page_is_lost(tmp_path, capsys, name) -> None:
+    """FastWARC's own decoder ends the file at the second page and fails on the others."""
+    chunked = b"Transfer-Encoding: chunked\r\n"
+    pages = []
+    for number, headers in enumerate(
+        (b"", chunked + b"Content-Encoding: gzip\r\n", b"Content-Encoding: x-gzip\r\n", chunked)
+    ):
+        body = b"<html><body><p>page %d</p></body></html>" % number
+        body = gzip.compress(body, mtime=0) if b"gzip" in headers else body
+        if number == 1:  # the last page is already decoded
+            body = b"9\r\n%s\r\n%X\r\n%s\r\n0\r\n\r\n" % (body[:9], len(body) - 9, body[9:])
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
+        pages.append(_record(head + headers + b"\r\n" + body))
+    if name.endswith(".gz"):
+        pages = [gzip.compress(page, mtime=0) for page in pages]
+    found = _build_from(tmp_path, capsys, b"".join(pages), name, "--skip-steps", *_ALL_BUT_EXTRACT)
+    assert [one["text"] for one in found] == ["page 0", "page 1", "page 2", "page 3"]
+
+
+def test_a_page_that_is_too_long_only_when_decoded_is_counted(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(sources, "_MAX_PAGE", 5000)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: gzip\r\n\r\n"
+    data = b"".join(_record(head + gzip.compress(b"word " * size)) for size in (2000, 9))
+    (found,) = _build_from(tmp_path, capsys, data, "a.warc")
+    assert len(found["text"]) < 50
+    dropped = (tmp_path / "out" / "dropped" / "clean" / "00000.jsonl").read_text()
+    assert '"reason":"page too long","detail":"more than 5,000 bytes"' in dropped
 
 
 @pytest.mark.parametrize("inner", ["<div>", "<div></x>", "<div a='</div>'>", "<div><!--</div>-->"])
