@@ -10,14 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.checkpoint.entries import WORD_EMBEDDING, Entry
 from megatron.checkpoint.huggingface import files
 from megatron.config import parse_config
 from megatron.config.data import TokenizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.parallel.layout import Layout
 from megatron.tools.checkpoint import formats, util
 from megatron.tools.checkpoint.formats import SourceModel
+from tests.checkpoint.states import meta_of, save
 
 _FLAGS = """
     --num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 8 --micro-batch-size 1
@@ -28,6 +32,9 @@ GPT = parse_config(_FLAGS.split(), world_size=1).config.model
 T5 = parse_config(
     [*_FLAGS.split(), "--decoder-seq-length", "8"], world_size=1, architecture="t5"
 ).config.model
+
+
+_CLOSED = "x" * 300  # a path that the operating system refuses, like one in a closed folder
 
 
 def options(*words: str, saver: str = "hf") -> argparse.Namespace:
@@ -465,6 +472,7 @@ def test_flags_without_effect_are_told(formats_: str, words: str, told: list[str
         ("native hf", "--true-vocab-size 0", "--true-vocab-size 0: must be at least 1"),
         ("native native", "tensor 0", "--target-tensor-parallel-size 0: must be at least 1"),
         ("native native", "tensor 1 --hf-files none", "--hf-files none: there is no such folder"),
+        ("native native", f"tensor 1 --hf-files {_CLOSED}", "--hf-files x+: there is no such fold"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_read(
@@ -504,3 +512,19 @@ def test_the_source_must_be_what_the_flags_say(
             list(util.run(asked))
     else:
         assert list(util.run(asked)) == ["ckpt -> written"]
+
+
+def test_a_tokenizer_in_a_closed_folder_is_not_needed(tmp_path: Path) -> None:
+    """Such as the home folder of the user who trained the model."""
+    model = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": f"{_CLOSED}/t.json"}
+    rows = {name: Entry.whole(torch.zeros(8, 8)) for name in (WORD_EMBEDDING, formats._POSITIONS)}
+    meta = {
+        **meta_of(1),
+        "padded_vocab_size": 8,
+        "config": {"model": model, "tokenizer": tokenizer},
+    }
+    save(tmp_path, 1, rows, meta, Layout.single())
+    source = formats.load_checkpoint(options("--load-dir", str(tmp_path)))
+    assert source.companions is None
+    assert source.config.tokenizer.tokenizer_model == tokenizer["tokenizer_model"]

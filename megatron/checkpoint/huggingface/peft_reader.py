@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ def tensor_names(path: Path, *, allow_foreign: bool = False) -> frozenset[str]:
     Raises:
         CheckpointError: The file is damaged or refused.
     """
-    if not (path / ADAPTER).is_file():
+    if not os.path.isfile(path / ADAPTER):
         return frozenset()  # `PeftReader` reports missing files
     return frozenset(MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign).header())
 
@@ -147,8 +148,8 @@ class PeftReader(Reader):
                 or the adapter does not fit the network.
         """
         self.path, self.allow_foreign = path, allow_foreign
-        if not (path / ADAPTER_CONFIG).is_file():
-            problem = "contains no adapter" if path.is_dir() else "does not exist"
+        if not os.path.isfile(path / ADAPTER_CONFIG):
+            problem = "contains no adapter" if os.path.isdir(path) else "does not exist"
             raise CheckpointError(
                 f"--load-adapter {path} {problem}: give a folder with {ADAPTER_CONFIG} and "
                 f"{ADAPTER}"

@@ -124,8 +124,11 @@ def check_companions(options: argparse.Namespace) -> None:
         ConfigError: The folder does not exist or contains no such files.
     """
     folder = options.hf_files
-    if folder is not None and not any((folder / name).is_file() for name in files.COMPANIONS):
-        problem = "the folder has no model files" if folder.is_dir() else "there is no such folder"
+    if folder is None:
+        return
+    if not any(os.path.isfile(folder / name) for name in files.COMPANIONS):
+        is_folder = os.path.isdir(folder)
+        problem = "the folder has no model files" if is_folder else "there is no such folder"
         raise ConfigError(
             f"--hf-files {folder}: {problem}: give a folder with {files.CONFIG}, "
             f"{files.TOKENIZER_JSON} or similar files"
@@ -217,7 +220,7 @@ def load_checkpoint(options: argparse.Namespace) -> SourceModel:
         reader = open_checkpoint(folder, allow_foreign=options.allow_foreign_checkpoints)
     if reader is None:
         reason = why_no_checkpoint(folder)
-        if (folder / files.CONFIG).is_file():
+        if os.path.isfile(folder / files.CONFIG):
             reason = "it is a Hugging Face folder: use --loader hf"
         raise CheckpointError(f"--load-dir {folder}: {reason}")
     if LOADER_OF[reader.format] != options.loader:
@@ -237,7 +240,7 @@ def load_checkpoint(options: argparse.Namespace) -> SourceModel:
     tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
     beside = [parent / files.COMPANION_FOLDER for parent in (folder, folder.absolute().parent)]
     candidates = [*beside, *(Path(name).parent for name in tokenizer if name)]
-    companions = (candidate for candidate in candidates if (candidate / files.CONFIG).is_file())
+    companions = (folder for folder in candidates if os.path.isfile(folder / files.CONFIG))
     origin = reader.meta.get("huggingface") or {}
     return SourceModel(
         reader=reader,
@@ -478,7 +481,7 @@ def _with_copied_paths(config: TokenizerConfig, old: Path, new: Path) -> Tokeniz
         path = getattr(config, field)
         if path is not None and (new / Path(path).name).is_file():
             is_elsewhere = Path(path).absolute().parent != old.absolute()
-            if not (Path(path).is_file() and is_elsewhere):
+            if not (os.path.isfile(path) and is_elsewhere):
                 paths[field] = str(new / Path(path).name)
     return replace(config, **paths)
 
@@ -624,7 +627,7 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
     return {
         names[field]: _read(path, field)
         for field, path in paths.items()
-        if path is not None and Path(path).is_file()
+        if path is not None and os.path.isfile(path)
     }
 
 
