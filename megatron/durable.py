@@ -23,7 +23,7 @@ TEMPORARY = ".tmp-"
 UNVERIFIED = ".unverified-"
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")  # allowed file extensions of plots
 _ACCESS_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NAME_ERRORS = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_NAME_ERRORS = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 # A check of a complete folder before it gets its final name. It rejects a folder by raising.
 Check = Callable[[Path], None] | None

@@ -75,11 +75,11 @@ class NonPersistentStore:
     ) -> None:
         """Create the folders, and determine which ranks share a folder."""
         self.root, self.run, self._layout = Path(root).absolute(), run, layout
-        self._is_shared = is_shared
+        self._flag = f"--non-persistent-{'global' if is_shared else 'local'}-ckpt-dir"
         self._exchange = JsonExchange(layout.world)
 
         def folder_id() -> Json:
-            with durable.storage_errors(self.root):
+            with durable.writing_to(self._flag, self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
                 status = self.root.stat()
             return None if is_shared else [platform.node(), status.st_dev, status.st_ino]
@@ -100,12 +100,12 @@ class NonPersistentStore:
             CheckpointError: Raised on every rank if another job uses one of the folders.
             StorageError: A folder cannot be written to.
         """
-        flag = f"--non-persistent-{'global' if self._is_shared else 'local'}-ckpt-dir"
         with ExitStack() as stack:
 
             def acquire() -> None:
                 if self._is_leader:
-                    stack.enter_context(save_lock(self.root, flag))
+                    with durable.writing_to(self._flag, self.root):
+                        stack.enter_context(save_lock(self.root, self._flag))
 
             self._exchange.on_all_ranks(acquire)
             yield

@@ -106,6 +106,18 @@ def test_a_folder_that_another_job_uses_is_refused(kind: str, tmp_path: Path) ->
     assert f"give another folder to {flag}" in ended.output
 
 
+def test_a_folder_that_cannot_be_created_is_named_with_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = f"--save {tmp_path} --save-interval 10 --non-persistent-save-interval 1"
+    for kind in ("local", "global"):
+        flag = f"--non-persistent-{kind}-ckpt-dir"
+        config = _config(f"{words} --non-persistent-ckpt-type {kind} {flag} {tmp_path}/file")
+        with pytest.raises(
+            StorageError, match=f"^{flag} {tmp_path}/file cannot be written .*: give anoth"
+        ):
+            store_of(config, Layout.single())
+
+
 def test_a_run_keeps_its_identity(tmp_path: Path) -> None:
     first = RunRecord.of(tmp_path / "new" / "save", Layout.single())
     assert RunRecord.of(tmp_path / "new" / "save", Layout.single()) == first
