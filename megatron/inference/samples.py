@@ -8,6 +8,7 @@ samples are drawn in the same way.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -167,6 +168,7 @@ def _output_of(samples: SamplesConfig, launch: Launch) -> tuple[str, str | None]
     Rank 0 checks that the file can be written, before the model is loaded.
 
     Raises:
+        ConfigError: The output file is also the input.
         StorageError: The file cannot be written.
     """
     flag, target, source = "--genfile", samples.genfile, samples.sample_input_file
@@ -174,6 +176,8 @@ def _output_of(samples: SamplesConfig, launch: Launch) -> tuple[str, str | None]
         flag, target = "--sample-output-file", samples.sample_output_file or f"{source}.out"
     if target is not None and launch.rank == 0:
         check_writable(flag, Path(target))
+        if source and os.path.exists(target) and os.path.samefile(source, target):
+            raise ConfigError(f"{flag} {target} is also the input: give another name")
     return flag, target
 
 
@@ -374,6 +378,9 @@ def printer(total: int) -> Callable[[GeneratedText], None]:
 class SampleFile:
     """A file of samples as JSON lines, which is continued if it exists.
 
+    The file stays unchanged until the first `write`, which also removes the incomplete last line of
+    an interrupted run.
+
     Attributes:
         path: Path of the file.
         flag: The flag that names the file, for error messages.
@@ -382,7 +389,7 @@ class SampleFile:
     """
 
     def __init__(self, path: Path, flag: str = "--sample-output-file") -> None:
-        """Open or create the file, and remove an incomplete last line.
+        """Open or create the file, and read its samples.
 
         Args:
             path: Path of the file.
@@ -405,9 +412,7 @@ class SampleFile:
             raise StorageError(
                 f"{path}: line {invalid[0]} is not a sample: name another file for the samples"
             )
-        if partial:  # removed only now, so that a file with other content stays unchanged
-            with writing_to(flag, path):
-                self._file.truncate(sum(map(len, lines)))
+        self._partial, self._size = partial, sum(map(len, lines))
         self._prompts = [sample["prompt"] for sample in samples]
         self.failed = sum("error" in sample for sample in samples)
         self.done = len(lines)
@@ -418,12 +423,17 @@ class SampleFile:
         Raises:
             StorageError: The file's texts belong to different prompts, or are more than `prompts`.
         """
-        for number, (written, prompt) in enumerate(zip(self._prompts, prompts, strict=False), 1):
-            if written != prompt:
-                raise StorageError(
-                    f"{self.path}: line {number} is for a different prompt: name another file, or "
-                    "remove this one"
-                )
+        pairs = enumerate(zip(self._prompts, prompts, strict=False), 1)
+        differing = [number for number, (written, prompt) in pairs if written != prompt]
+        for prompt in prompts[self.done : self.done + 1]:
+            start = _LINE_START + json.dumps(prompt, ensure_ascii=False).encode() + b', "text": "'
+            if self._partial[: len(start)] != start[: len(self._partial)]:
+                differing.append(self.done + 1)
+        if differing:
+            raise StorageError(
+                f"{self.path}: line {differing[0]} is for a different prompt: name another file, "
+                "or remove this one"
+            )
         if len(prompts) < self.done:
             raise StorageError(
                 f"{self.path} has {self.done} samples, but only {len(prompts)} are requested: name "
@@ -443,6 +453,9 @@ class SampleFile:
         if sample.passages is None:
             del fields["passages"]
         with writing_to(self.flag, self.path):
+            if self._partial:
+                self._file.truncate(self._size)
+                self._partial = b""
             self._file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
             self._file.flush()
 

@@ -147,6 +147,52 @@ def test_a_last_line_of_something_else_is_left_alone_too(tmp_path: Path, content
     assert target.read_text() == content
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"prompt": "a", "text": "x"}\n{"prompt": "c", "te',  # samples for other prompts
+        '{"prompt": "d"}\n{"prompt": "b"}',
+        '{"prompt": "a"}',  # prompts
+        '{"prompt": "a", "text": "x"}\n{"prompt": "b", "text": "y"}\n{"prompt": "c", "text": "z',
+    ],
+)
+def test_the_last_line_of_other_samples_or_prompts_is_kept(tmp_path: Path, content: str) -> None:
+    target = tmp_path / "out.jsonl"
+    target.write_text(content)
+    prompts = ["a", "b"]
+    if content.count("\n") < 2:
+        with pytest.raises(StorageError, match="is for a different prompt: name another file, or"):
+            SampleFile(target).remaining(prompts)
+    else:
+        assert SampleFile(target).remaining(prompts) == []
+    assert target.read_text() == content
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "{", '{"prompt": "\u00e9", "t', '{"prompt": "\u00e9", "text": "y"}']
+)
+def test_an_incomplete_last_line_is_removed_with_the_next_sample(tmp_path: Path, rest: str) -> None:
+    target, whole = tmp_path / "out.jsonl", '{"prompt": "a", "text": "x"}\n'
+    target.write_text(whole + rest)
+    with closing(SampleFile(target)) as samples:
+        assert samples.remaining(["a", "\u00e9"]) == ["\u00e9"]
+        samples.keep_settings({})
+        assert target.read_text() == whole + rest
+        samples.write(GeneratedText("\u00e9", "z", 1, finished=True))
+    lines = [json.loads(line)["text"] for line in target.read_text().splitlines()]
+    assert lines == ["x", "z"]
+
+
+def test_prompts_are_not_continued_as_samples(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "w1"}\n')
+    words = ["--sample-input-file", source, "--sample-output-file", source]
+    assert run(model, *words) == 9
+    assert f"--sample-output-file {source} is also the input: give" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
 def test_a_device_is_not_read() -> None:
     with (

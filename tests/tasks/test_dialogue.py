@@ -233,7 +233,7 @@ def test_an_interrupted_server_s_work_is_continued(files, monkeypatch):
         dialogue.run("MSDP-PROMPT", words, Launch())
     assert not (files / "input.txt.out").exists()
     part = files / "input.txt.out.part.jsonl"
-    part.write_bytes(part.read_bytes() + b'{"prompt": "a line that is cut o')
+    part.write_bytes(part.read_bytes() + b'{"prompt": "a b \\nc \\n( 5')
     with pytest.raises(StorageError, match="--out-seq-length was 100, now 5"):
         dialogue.run("MSDP-PROMPT", [*words, "--out-seq-length", "5"], Launch())
     dialogue.run("MSDP-PROMPT", words, Launch())
