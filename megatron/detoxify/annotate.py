@@ -96,7 +96,7 @@ def annotate(
     check_output(source, target)
     lines = _read_texts(source, key)
     with writing_to(OUT, target):
-        done = _skip_annotated(target, lines)
+        done, lines = _skip_annotated(target, lines)
     lines = itertools.islice(lines, None if total is None else max(0, total - done))
     written, unscored, reason = done, 0, ""
     with writing_to(OUT, target), target.open("ab") as file:
@@ -176,16 +176,19 @@ def _with_scores(
         yield waiting.popleft().line, scored
 
 
-def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
-    """Skip the lines that are already in the target, and return how many were skipped.
+def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> tuple[int, Iterator[_TextLine]]:
+    """Skip the lines that are already in the target.
 
     An incomplete last line is removed from the target.
+
+    Returns:
+        The number of skipped lines, and the remaining lines.
 
     Raises:
         StorageError: A line of the target was made from a different text.
     """
     if not target.is_file():
-        return 0
+        return 0, lines
     end = _end_of_last_line(target)
     done = 0
     for existing in read_objects(target, OUT, end=end):
@@ -200,15 +203,25 @@ def _skip_annotated(target: Path, lines: Iterator[_TextLine]) -> int:
                 "another file, or remove this one"
             )
         done += 1
+    following = list(itertools.islice(lines, 1))
+    start = _start_of(following[0].line) if following else b"\n"
     with target.open("r+b") as file:
         file.seek(end)
-        if file.read(1) not in (b"", b"{"):
+        partial = file.read(len(start))
+        if not start.startswith(partial):
             raise StorageError(
                 f"{OUT} {target}: line {done + 1} does not belong to the input: name another file, "
                 "or remove this one"
             )
         file.truncate(end)
-    return done
+    return done, itertools.chain(following, lines)
+
+
+def _start_of(line: JsonLine) -> bytes:
+    """Return the bytes that `annotate` writes for a line before its score."""
+    fields = dict(itertools.takewhile(lambda field: field[0] != "score", line.fields.items()))
+    fields.pop("score_error", None)
+    return json.dumps({**fields, "score": 0}, ensure_ascii=False).encode().removesuffix(b"0}")
 
 
 def _original_fields(line: JsonLine) -> str:
