@@ -124,15 +124,14 @@ def check_companions(options: argparse.Namespace) -> None:
         ConfigError: The folder does not exist or contains no such files.
     """
     folder = options.hf_files
-    if folder is None:
+    if folder is None or any(os.path.isfile(folder / name) for name in files.COMPANIONS):
         return
-    if not any(os.path.isfile(folder / name) for name in files.COMPANIONS):
-        is_folder = os.path.isdir(folder)
-        problem = "the folder has no model files" if is_folder else "there is no such folder"
-        raise ConfigError(
-            f"--hf-files {folder}: {problem}: give a folder with {files.CONFIG}, "
-            f"{files.TOKENIZER_JSON} or similar files"
-        )
+    is_folder = os.path.isdir(folder)
+    problem = "the folder has no model files" if is_folder else "there is no such folder"
+    raise ConfigError(
+        f"--hf-files {folder}: {problem}: give a folder with {files.CONFIG}, "
+        f"{files.TOKENIZER_JSON} or similar files"
+    )
 
 
 def check_vocabulary(source: SourceModel, options: argparse.Namespace) -> None:
@@ -214,10 +213,8 @@ def load_checkpoint(options: argparse.Namespace) -> SourceModel:
         CheckpointError: The folder has no checkpoint, the checkpoint cannot be read or converted,
             or its format needs a different --loader.
     """
-    folder = options.load_dir
-    reader = None
-    if not os.path.isfile(folder):
-        reader = open_checkpoint(folder, allow_foreign=options.allow_foreign_checkpoints)
+    folder, trust = options.load_dir, options.allow_foreign_checkpoints
+    reader = None if os.path.isfile(folder) else open_checkpoint(folder, allow_foreign=trust)
     if reader is None:
         reason = why_no_checkpoint(folder)
         if os.path.isfile(folder / files.CONFIG):
