@@ -17,6 +17,7 @@ from megatron.report.history import Curve, History
 
 GENERATOR = '<meta name="generator" content="megatron report">'
 _MAX_EVENTS = 500
+_LAST_DATE = 8.64e12  # seconds since 1970; for later times, toISOString() fails
 _CLOCK = 500  # points of the curves that convert iterations to samples and hours
 # In JSON, these characters occur only in strings, where an escape has the same meaning.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
@@ -42,7 +43,7 @@ def _run_data(history: History) -> dict[str, Any]:
         "notes": history.notes,
         "damaged": history.damaged + history.incomplete,
         "events": [
-            {**vars(event), "time": _finite(event.time)} for event in history.events[-_MAX_EVENTS:]
+            {**vars(event), "time": _date(event.time)} for event in history.events[-_MAX_EVENTS:]
         ],
         "eventCounts": Counter(event.kind for event in history.events),
         "settings": history.settings,
@@ -52,14 +53,14 @@ def _run_data(history: History) -> dict[str, Any]:
         "timelines": history.timelines,
         "summary": summarize(history),
         "clock": _clock(history),
-        "lastTime": _finite(time.values[-1] if time is not None else None),
+        "lastTime": _date(time.values[-1] if time is not None else None),
         "tokensPerSample": history.tokens_per_sample,
     }
 
 
-def _finite(value: float | None) -> float | None:
-    """Return a number if it is finite, otherwise `None`, because JSON has no other numbers."""
-    return value if value is not None and math.isfinite(value) else None
+def _date(time: float | None) -> float | None:
+    """Return a time in seconds if JavaScript has a date for it, otherwise `None`."""
+    return time if time is not None and abs(time) <= _LAST_DATE else None
 
 
 def _clock(history: History) -> dict[str, Any]:

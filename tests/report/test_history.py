@@ -280,7 +280,9 @@ def test_losses_come_first_and_unknown_tags_last() -> None:
 
 def test_events_without_a_usable_time_are_shown() -> None:
     history = history_of(record(1), {"iteration": 1, "event": "checkpoint"})
-    history.events.append(Event("end", 1, math.inf))
+    history.events += [Event("end", 1, time) for time in (math.inf, math.nan, 1e18, -1e308, 1e9)]
+    history.add(record(2, time=1e18))
     (run,) = page_data([history])["runs"]
-    assert [each["time"] for each in run["events"]] == [None, None]
+    assert [each["time"] for each in run["events"]] == [*[None] * 5, 1e9]
+    assert run["lastTime"] is None
     page.as_json(run)
