@@ -112,6 +112,8 @@ def _pretrain_small(flags: Sequence[ParsedFlag]) -> None:
     for flag in flags:
         if flag.name in ("--gpus", "--model"):
             raise ConfigError(f"{flag}: --small chooses this itself: drop the flag")
+        if flag.name == "--small" and flag.values:
+            raise ConfigError(f"{flag}: --small takes no value: drop {' '.join(flag.values)}")
     accepted = ("", "-h", "--help", "--small", *_SMALL_FLAGS)
     others = [flag.name for flag in flags if flag.name not in accepted]
     if others:

@@ -282,6 +282,8 @@ def test_small_refuses_flags_that_it_would_ignore(
 ) -> None:
     assert pretrain.pretrain(["gpt-tiny", "--small", flag, "2"]) == 9
     assert f"error: {flag} 2: --small chooses this itself" in capfd.readouterr().err
+    assert pretrain.pretrain(["gpt-tiny", "--small", "2"]) == 9
+    assert "error: --small 2: --small takes no value: drop 2" in capfd.readouterr().err
 
 
 def test_small_says_which_flags_it_accepts(capfd: pytest.CaptureFixture[str]) -> None:
