@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,6 @@ from megatron.config.retro_preprocessing import (
 from megatron.config.run import RunOptions, flatten, with_values
 from megatron.data.datasets import DataRequest, corpus_fingerprint
 from megatron.device import Device
-from megatron.durable import TEMPORARY
 from megatron.errors import EXIT_OK, ConfigError
 from megatron.inference.load import open_existing, saved_config
 from megatron.parallel.layout import Layout
@@ -50,7 +49,7 @@ from megatron.retro.embedding import Embedder, EmbedderOptions, Masking, build_e
 from megatron.retro.estimate import describe_work
 from megatron.retro.index import ChunkTexts, IndexOptions, add_to_index, check_factory, train_index
 from megatron.retro.neighbors import QueryChunks, QueryOptions, query_chunks, query_neighbors
-from megatron.retro.workdir import FolderOrigin, check_folder, write_arguments
+from megatron.retro.workdir import FolderOrigin, check_folder, remove_leftovers, write_arguments
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.build import padded_vocab_size
 from megatron.training.batches import BatchPlan, samples_needed
@@ -261,9 +260,7 @@ class Preprocessing:
             ("processes", f"{self._world.size}, {self._device.description}"),
         ]
         print_line(format_panel(f"{PROGRAM}: {self.workdir}", [*about, *rows]))
-        for path in self.workdir.rglob(f"*{TEMPORARY}*"):
-            with suppress(OSError):
-                path.unlink()
+        remove_leftovers(self.workdir)
         write_arguments(self.workdir, self.options, self._origin, self._run_arguments())
 
     def _run_arguments(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from megatron.config.fields import Field, fields_of, from_yaml
 from megatron.config.retro import ARGUMENTS
 from megatron.config.retro import read_arguments as read_json
 from megatron.config.retro_preprocessing import RETRO_SECTIONS, RetroPreprocessing
-from megatron.durable import replace_file, writing_to
+from megatron.durable import TEMPORARY, replace_file, writing_to
 from megatron.errors import DataError
 
 _DIGESTS = "retro_made_from"
@@ -70,6 +71,19 @@ class FolderOrigin(NamedTuple):
     data: str
     gpt_tokenizer: str
     bert_tokenizer: str = ""
+
+
+def remove_leftovers(workdir: Path) -> None:
+    """Remove temporary files that a killed run left in a working folder.
+
+    Other programs' files in the folder are kept.
+    """
+    paths = list(workdir.glob(f"{ARGUMENTS}{TEMPORARY}*"))
+    for part in _FLAGS_OF:
+        paths += (workdir / part).rglob(f"*{TEMPORARY}*")
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
 
 
 def arguments_file(workdir: Path) -> Path:

@@ -377,11 +377,14 @@ def test_the_program(
 ) -> None:
     asked = [*words, "--retro-workdir", str(tmp_path / "w"), "--retro-tasks", "db-build"]
     monkeypatch.setattr(sys, "argv", ["main.py", *asked])
-    left = tmp_path / "w" / "new" / f"train{TEMPORARY}5"  # by a run that was killed
-    left.parent.mkdir(parents=True)
-    left.touch()
+    left = tmp_path / "w" / f"args.json{TEMPORARY}5"  # by a run that was killed
+    other = tmp_path / "w" / "checkpoints" / f"iter_0000005{TEMPORARY}5"
+    for path in (left, other):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     assert command.main() == EXIT_OK
     assert not left.exists()
+    assert other.exists()
     with h5py.File(merged_file(tmp_path / "w", "train")) as file:
         rows = file["chunks"][()]
     # Dataset, documents, starts, ends, and numbers of BERT tokens, which are words and signs

@@ -17,6 +17,7 @@ from megatron.retro.workdir import (
     check_folder,
     read_arguments,
     read_digest,
+    remove_leftovers,
     write_arguments,
 )
 from tests.retro.corpus import options
@@ -229,3 +230,19 @@ def test_a_folder_without_arguments_is_refused_if_it_has_parts(
     with pytest.raises(DataError, match="is not a Retro working folder; make one"):
         read_arguments(tmp_path)
     check_folder(tmp_path / "new", asked, ORIGIN)
+
+
+def test_only_a_killed_run_s_temporary_files_are_removed(tmp_path: Path) -> None:
+    for name in ("db/merged/train.hdf5", "query/a/0-5.hdf5", "args.json", "run/iter_0000005"):
+        for path in (tmp_path / name, tmp_path / f"{name}.tmp-5"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    remove_leftovers(tmp_path)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert left == [
+        "args.json",
+        "db/merged/train.hdf5",
+        "query/a/0-5.hdf5",
+        "run/iter_0000005",
+        "run/iter_0000005.tmp-5",
+    ]
