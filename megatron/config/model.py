@@ -528,6 +528,7 @@ def is_irrelevant(model: ModelOptions, name: str) -> bool:
         "max_position_embeddings": positions == "learned_absolute"
         or (positions != "relative" and model.has_attention),
         "qk_layernorm_scope": model.qk_layernorm,
+        "moe_router_pre_softmax": model.moe_router_score_function == "softmax",
         "untie_embeddings_and_output_weights": not model.reward_head,
         **dict.fromkeys(_HEAD_FIELDS, model.has_attention),
         **dict.fromkeys(MAMBA_FIELDS, model.has_mamba),

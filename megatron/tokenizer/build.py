@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from megatron.config.data import TOKENIZER_NEEDS, TokenizerConfig
@@ -42,6 +44,22 @@ def files_of(config: TokenizerConfig) -> tuple[str, ...]:
     """
     needs = TOKENIZER_NEEDS.get(config.tokenizer_type or "", ())
     return tuple(field for field in needs if field != "vocab_size")
+
+
+def with_file(config: TokenizerConfig) -> TokenizerConfig:
+    """Return the settings of a tokenizer with the path of its tokenizer.json, if it has one.
+
+    `--tokenizer-model` may also name the folder of this file, or a model in Hugging Face's cache.
+    If there is no such file, the settings do not change.
+    """
+    module, _ = _CLASSES.get(config.tokenizer_type or "", ("", ""))
+    if module != "huggingface" or config.tokenizer_model is None:
+        return config
+    from megatron.tokenizer.huggingface import find_file
+
+    with contextlib.suppress(ConfigError, ImportError):
+        return replace(config, tokenizer_model=str(find_file(config.tokenizer_model)))
+    return config
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

@@ -46,7 +46,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """Read the file and find its special tokens."""
         from tokenizers import Tokenizer as Pipeline
 
-        path = _find_file(config.tokenizer_model or "")
+        path = find_file(config.tokenizer_model or "")
         file = VocabularyFile.read("--tokenizer-model", str(path))
         build = partial(Pipeline.from_str, file.text())
         self._tokenizer = Library(file, "a Hugging Face tokenizer.json", build)
@@ -125,7 +125,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return 2 if decoder is None else _growth(json.loads(decoder.__getstate__()))
 
 
-def _find_file(name: str) -> Path:
+def find_file(name: str) -> Path:
     """Return the path of the tokenizer.json for the name of a file, a folder or a cached model.
 
     Raises:

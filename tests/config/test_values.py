@@ -38,6 +38,7 @@ def _irrelevant(words: str = "") -> set[str]:
         ("--disable-bias-linear", "add_bias_attention", ""),
         ("--qk-layernorm", "", "qk_layernorm_scope"),
         ("--parallel-residual", "", "shared_parallel_norm"),
+        ("--num-experts 4 --moe-router-score-function sigmoid", "moe_router_pre_softmax", ""),
     ],
 )
 def test_fields_that_a_flag_makes_relevant(words: str, more: str, fewer: str) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from megatron.checkpoint.entries import WORD_EMBEDDING, Entry
 from megatron.checkpoint.huggingface import files
+from megatron.checkpoint.huggingface.writer import parse_bytes
 from megatron.config import parse_config
 from megatron.config.data import TokenizerConfig
 from megatron.config.parallel import ParallelConfig
@@ -67,9 +68,9 @@ def source_of(
 def test_sizes_of_shards(text: str, size: int | None) -> None:
     if size is None:
         with pytest.raises(CheckpointError, match=f"--max-shard-size {text}: expected a size"):
-            formats.parse_bytes(text)
+            parse_bytes(text)
     else:
-        assert formats.parse_bytes(text) == size
+        assert parse_bytes(text) == size
 
 
 _SAVED = {
@@ -164,6 +165,7 @@ _SENTINELS = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_extra_ids=
         ("gpt", _CASED, None, "", (None, 0)),
         ("gpt", None, None, "--tokenizer-model a/tokenizer.json", ("HuggingFaceTokenizer", 0)),
         ("gpt", None, None, "--tokenizer-model a/tokenizer.model", ("Llama2Tokenizer", 0)),
+        ("gpt", None, None, "--tokenizer-model .", ("HuggingFaceTokenizer", 0)),  # a folder
         ("gpt", None, None, "--vocab-file v --merge-file m", ("GPT2BPETokenizer", 0)),
         ("gpt", None, None, "--merge-file m", ("GPT2BPETokenizer", 0)),
         ("gpt", None, None, "--vocab-file v --tokenizer-type NullTokenizer", ("NullTokenizer", 0)),

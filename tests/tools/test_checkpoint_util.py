@@ -364,6 +364,21 @@ def test_training_continues_from_what_came_in_and_out_again(
         assert (exported / file).read_bytes() == (tmp_path / "original" / file).read_bytes()
 
 
+def test_an_export_has_the_files_of_a_tokenizer_that_was_named_by_its_folder(
+    imported: Path, tmp_path: Path
+) -> None:
+    folder, out, exported = tmp_path / "tokenizer", tmp_path / "trained", tmp_path / "exported"
+    folder.mkdir()
+    contents = (imported / COMPANION_FOLDER / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(contents)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    words = [*TRAINING, "--load", str(imported), "--save", str(out)]
+    assert main(GPTRecipe(), [*words, "--tokenizer-model", str(folder)]) == 0
+    assert convert("native", "hf", out, exported) == 0
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (exported / file).read_bytes() == (folder / file).read_bytes()
+
+
 def test_the_run_starts_with_the_model_s_own_loss(imported: Path, tmp_path: Path) -> None:
     words = training_flags(imported, tmp_path / "out")
     parsed = parse_config(words, world_size=1, read_checkpoint=network_of)

@@ -103,20 +103,21 @@ def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family
 
     Raises:
         CheckpointError: The requested family cannot express the network, or none can. The message
-            says why, for each family of the same architecture.
+            says why, for each family of the same architecture, beginning with the nearest.
     """
     known = families()
     candidates = [known[model_type]] if model_type else list(known.values())
-    problems = []
+    problems: list[list[str]] = []
     for family in candidates:
         differences = mismatches(family, model, vocab)
         if not differences:
             return family
         is_kind = not any(line.startswith("architecture ") for line in differences)
         if is_kind or model_type:
-            problems.append("; ".join(differences))
+            problems.append(differences)
     subject = f"a {model_type} model cannot" if model_type else "no family can"
-    raise CheckpointError(f"{subject} express this network:\n  " + "\n  ".join(problems))
+    lines = ["; ".join(differences) for differences in sorted(problems, key=len)]
+    raise CheckpointError(f"{subject} express this network:\n  " + "\n  ".join(lines))
 
 
 def mismatches(family: Family, model: ModelConfig, vocab: int) -> list[str]:

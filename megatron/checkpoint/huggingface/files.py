@@ -28,11 +28,14 @@ VOCAB, MERGES = "vocab.json", "merges.txt"
 WORDPIECES = "vocab.txt"
 SPIECE = "spiece.model"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+# Files beside a tokenizer.json that name its special tokens and its chat template.
+TOKENIZER_SETTINGS = (
+    *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE),
+)
 # Files that are copied along with a model: data, never code.
 COMPANIONS = (
-    *(CONFIG, GENERATION_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL, TOKENIZER_CONFIG),
-    *("special_tokens_map.json", "added_tokens.json", CHAT_TEMPLATE),
-    *(VOCAB, MERGES, WORDPIECES, SPIECE),
+    *(CONFIG, GENERATION_CONFIG, TOKENIZER_JSON, TOKENIZER_MODEL),
+    *(*TOKENIZER_SETTINGS, VOCAB, MERGES, WORDPIECES, SPIECE),
 )
 MAX_COMPANION = 256 << 20  # bytes; the largest tokenizer files are about 10 MB
 _MAX_INDEX = 32 << 20  # bytes; about 9 MB for the 91,991 tensors of DeepSeek-V3

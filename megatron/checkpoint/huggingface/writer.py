@@ -24,6 +24,7 @@ from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, StorageError
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 Tensors = dict[str, LazyTensor]
 
@@ -208,3 +209,16 @@ def plan_shards(tensors: Tensors, max_bytes: int) -> dict[str, Tensors]:
 
 def _size(tensors: Tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes in a size such as `5GB`, with the units of `transformers`.
+
+    Raises:
+        CheckpointError: The text is not a size.
+    """
+    number = text.rstrip("KMGB")
+    unit = _BYTE_UNITS.get(text[len(number) :])
+    if not number.isdigit() or int(number) == 0 or unit is None:
+        raise CheckpointError(f"--max-shard-size {text}: expected a size such as 5GB or 500MB")
+    return int(number) * unit

@@ -26,7 +26,7 @@ from megatron.checkpoint.huggingface.families import family_for
 from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.checkpoint.huggingface.peft_writer import AdapterExport
 from megatron.checkpoint.huggingface.settings import read_json
-from megatron.checkpoint.huggingface.writer import Export, write_folder
+from megatron.checkpoint.huggingface.writer import Export, parse_bytes, write_folder
 from megatron.checkpoint.legacy.arguments import legacy_run_settings
 from megatron.checkpoint.legacy.writer import convert_to_legacy, megatron_rows
 from megatron.checkpoint.loading import open_checkpoint, open_hf, why_no_checkpoint
@@ -48,7 +48,7 @@ from megatron.durable import Check, replace_file, storage_errors
 from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.models.adapters import adapted_layers
 from megatron.tokenizer import build_tokenizer, files_of
-from megatron.tokenizer.build import padded_vocab_size
+from megatron.tokenizer.build import padded_vocab_size, with_file
 from megatron.tokenizer.chat_template import find_template, special_tokens
 from megatron.tokenizer.turn_end import find_turn_end
 
@@ -57,7 +57,6 @@ _WORDPIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 _FILES = ("tokenizer_model", "vocab_file", "merge_file")  # fields of TokenizerConfig
 # The name of the loader for each `Reader.format`.
 LOADER_OF = {"native": "native"} | dict.fromkeys(("legacy", "core", "deepspeed"), "megatron")
-_BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -233,6 +232,7 @@ def load_checkpoint(options: argparse.Namespace) -> SourceModel:
     config = _complete(from_dict(sections, str(reader.path)), reader)
     if is_foreign and _entries_or_none(config.tokenizer) is None:
         config = replace(config, tokenizer=TokenizerConfig())  # the files are on another machine
+    config = replace(config, tokenizer=with_file(config.tokenizer))
     # Files that an import copied are in this folder or in the folder of the run's tokenizer.
     tokenizer = [getattr(config.tokenizer, field) for field in files_of(config.tokenizer)]
     beside = [parent / files.COMPANION_FOLDER for parent in (folder, folder.absolute().parent)]
@@ -504,7 +504,8 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
         settings = args or vars(source.config.tokenizer)
         model = given.tokenizer_model
         if model is not None:
-            kind = "HuggingFaceTokenizer" if model.endswith(".json") else "Llama2Tokenizer"
+            is_hf = model.endswith(".json") or os.path.isdir(model)
+            kind = "HuggingFaceTokenizer" if is_hf else "Llama2Tokenizer"
         elif source.is_gpt:
             kind = "GPT2BPETokenizer"
         else:  # WordPiece: use the type from the checkpoint's run
@@ -515,7 +516,7 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
         extra = given.vocab_extra_ids or settings.get("vocab_extra_ids") or 0  # a T5's sentinels
         given = replace(given, tokenizer_type=kind, vocab_extra_ids=extra)
     _entries(given)
-    return given
+    return with_file(given)
 
 
 def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
@@ -620,10 +621,13 @@ def _tokenizer_files(source: SourceModel, given: TokenizerConfig) -> dict[str, b
         "vocab_file": files.WORDPIECES if is_wordpiece else files.VOCAB,
         "merge_file": files.MERGES,
     }
-    paths = {field: getattr(config, field) for field in fields}
+    found = [(names[field], getattr(config, field), field) for field in fields]
+    if fields and is_json:
+        sibling = Path(config.tokenizer_model or "").with_name
+        found += [(name, sibling(name), "tokenizer_model") for name in files.TOKENIZER_SETTINGS]
     return {
-        names[field]: _read(path, field)
-        for field, path in paths.items()
+        name: _read(path, field)
+        for name, path, field in found
         if path is not None and os.path.isfile(path)
     }
 
@@ -670,19 +674,6 @@ def _true_vocabulary(
     tokenizer = source.config.tokenizer
     entries = _entries_or_none(tokenizer) if given == TokenizerConfig() else _entries(given)
     return entries if entries is not None and entries <= source.rows else source.rows
-
-
-def parse_bytes(text: str) -> int:
-    """Return the number of bytes in a size such as `5GB`, with the units of `transformers`.
-
-    Raises:
-        CheckpointError: The text is not a size.
-    """
-    number = text.rstrip("KMGB")
-    unit = _BYTE_UNITS.get(text[len(number) :])
-    if not number.isdigit() or int(number) == 0 or unit is None:
-        raise CheckpointError(f"--max-shard-size {text}: expected a size such as 5GB or 500MB")
-    return int(number) * unit
 
 
 LOADERS: Mapping[str, Callable[[argparse.Namespace], SourceModel]] = {

@@ -301,6 +301,11 @@ def transformers_model(reader: HFReader) -> Any:
         for name, location in file.header().items()
         if not re.fullmatch(family.derived, name)
     }
+    if values.get("num_nextn_predict_layers"):
+        # These layers predict further tokens. transformers lacks them, and ignores their tensors
+        # only if they follow 61 others, as in the published models.
+        layers = values["num_hidden_layers"]
+        state = {name: tensor for name, tensor in state.items() if _layer(name) < layers}
     if reader.bare_names and reader.architecture != "BertModel":
         state = {family.prefix + name: tensor for name, tensor in state.items()}
     # transformers 5 also fuses experts during loading.
@@ -325,3 +330,9 @@ def transformers_model(reader: HFReader) -> Any:
     if not has_own_head:
         model.tie_weights()
     return model
+
+
+def _layer(name: str) -> int:
+    """Return the number of the layer that has a tensor, or -1 for tensors outside of layers."""
+    found = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1

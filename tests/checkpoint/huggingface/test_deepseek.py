@@ -25,6 +25,7 @@ from megatron.models.gpt import GPTModel
 from megatron.models.plans import model_plan
 from megatron.parallel.build import BuildContext
 from megatron.parallel.layout import Layout
+from megatron.tools.checkpoint.verify import transformers_model
 from tests.checkpoint.huggingface.deepseek import YARN
 from tests.checkpoint.huggingface.models import CASES, HIDDEN, LAYERS, tensors_of, write_folder
 
@@ -160,6 +161,12 @@ def test_layers_for_further_tokens_are_read_and_written(tmp_path: Path) -> None:
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
     assert export.config(None)["num_nextn_predict_layers"] == 1
+
+
+def test_verification_leaves_out_the_layers_that_transformers_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = transformers_model(HFReader(_with_depth(tmp_path / "a")))
+    assert len(model.model.layers) == LAYERS
 
 
 def test_files_may_lack_the_layers_that_config_json_names(tmp_path: Path) -> None:
