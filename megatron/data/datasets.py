@@ -334,7 +334,7 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
     fingerprint = hashlib.sha256()
     flag = "--train-data-path" if data.train_data_path else "--data-path"
     for _, name in parse_weighted_paths(paths, flag):
-        prefix = _local(name, flag, data)
+        prefix = local_path(name, flag, data)
         files: Sequence[Path] = find_tfrecords(prefix)
         if not files and is_text(prefix):
             files = [Path(file) for file in TextCorpus(prefix, data.text_key, flag).files]
@@ -355,8 +355,19 @@ def corpus_fingerprint(data: DataConfig) -> str | None:
     return fingerprint.hexdigest()[:32]
 
 
-def _local(name: str, flag: str, data: DataConfig) -> str:
-    """Return the local path of an entry of --data-path, after copying the files at a URL."""
+def local_path(name: str, flag: str, data: DataConfig) -> str:
+    """Return the local path of an entry of --data-path, after copying the files at a URL.
+
+    Args:
+        name: The path or URL.
+        flag: The flag that contains the entry, for messages.
+        data: The flags of the data, which set the folder for copies.
+
+    Raises:
+        ConfigError: There is no folder for copies, or the library for the URL is not installed.
+        DataError: There are no files at the URL, or a file cannot be read.
+        StorageError: The copy cannot be written.
+    """
     if _ADDRESS not in name:
         return name
     from megatron.data.remote import local_copy  # few runs need its libraries
@@ -381,7 +392,7 @@ def _open_members(
     for flag, path, split_indices in entries:
         pairs = parse_weighted_paths(path, flag)
         for weight, name in pairs:
-            source = open_source(_local(name, flag, data), flag)
+            source = open_source(local_path(name, flag, data), flag)
             documents = len(source)
             if has_sentences and isinstance(source, IndexedDataset):
                 documents = source.num_documents

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,19 +56,42 @@ def local_copy(name: str, flag: str, folder: str | None) -> str:
         else:
             matches = system.find(path) if system.isdir(path) else system.glob(path)
             files, is_prefix = sorted(matches), False
-        if not files:
+        infos = [system.info(file) for file in files]
+        # A pattern may also match folders.
+        found = [pair for pair in zip(files, infos, strict=True) if not _is_folder(pair[1])]
+        if not found:
             raise DataError(
                 f"{flag} {name}: nothing was found at this URL: give the prefix of a .bin and .idx "
                 "file, or text files"
             )
-        infos = [system.info(file) for file in files]
-    target = Path(folder) / f"{PurePosixPath(path).name}-{_digest(name, files, infos)}"
-    for file, info in zip(files, infos, strict=True):
-        relative = PurePosixPath(file).name if is_prefix else _relative_path(file, path)
-        _copy(system, file, int(info["size"]), target / relative, flag)
+        files, infos = map(list, zip(*found, strict=True))
+    root = _fixed_folder(path)
+    names = [
+        PurePosixPath(file).name if is_prefix else _relative_path(file, root) for file in files
+    ]
+    # Earlier versions copied all files that a pattern matches to one folder, under this digest.
+    is_nested = root != path and any("/" in relative for relative in names)
+    digest = _digest([name, *names] if is_nested else name, files, infos)
+    target = Path(folder) / f"{PurePosixPath(path).name}-{digest}"
+    for file, info, relative in zip(files, infos, names, strict=True):
+        _copy(system, file, info.get("size"), target / relative, flag)
     if is_prefix:
         return str(target / PurePosixPath(path).name)
-    return str(target / _relative_path(files[0], path)) if len(files) == 1 else str(target)
+    return str(target / names[0]) if len(files) == 1 else str(target)
+
+
+def _is_folder(info: dict[str, Any]) -> bool:
+    return info.get("type") == "directory"
+
+
+def _fixed_folder(path: str) -> str:
+    """Return the part of a path before its first component with a wildcard.
+
+    Files that a pattern matches in different folders may have the same name.
+    """
+    parts = PurePosixPath(path).parts
+    fixed = itertools.takewhile(lambda part: not any(sign in part for sign in "*?["), parts)
+    return str(PurePosixPath(*fixed))
 
 
 def _relative_path(file: str, path: str) -> str:
@@ -80,17 +104,20 @@ def _relative_path(file: str, path: str) -> str:
     return file_path.name
 
 
-def _digest(name: str, files: list[str], infos: list[dict[str, Any]]) -> str:
-    """Return a digest of the files' names and versions."""
+def _digest(name: str | list[str], files: list[str], infos: list[dict[str, Any]]) -> str:
+    """Return a digest of a name and of the files' names and versions."""
     versions = [
-        [file, info["size"], *(str(info.get(key, "")) for key in _VERSION)]
+        [file, info.get("size"), *(str(info.get(key, "")) for key in _VERSION)]
         for file, info in zip(files, infos, strict=True)
     ]
     return hashlib.sha256(json.dumps([name, versions]).encode()).hexdigest()[:16]
 
 
-def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
-    """Copy a file unless a copy exists. The copy gets its final name only when it is complete."""
+def _copy(system: Any, file: str, size: int | None, target: Path, flag: str) -> None:
+    """Copy a file unless a copy exists. The copy gets its final name only when it is complete.
+
+    Some web servers do not tell the size of a file (`None`).
+    """
     with _writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.with_name(f".{target.name}.lock").open("ab") as lock:
@@ -102,7 +129,7 @@ def _copy(system: Any, file: str, size: int, target: Path, flag: str) -> None:
                 for data in _blocks(system, file, flag):
                     out.write(data)
                     copied += len(data)
-                if copied != size:
+                if size is not None and copied != size:
                     raise DataError(
                         f"{flag} {file}: only {copied} of {size} bytes were received: start again"
                     )

@@ -166,14 +166,15 @@ def _corpora(
     section: str,
 ) -> Iterator[Table]:
     """Yield the tables of statistics or of documents for each dataset that the flags name."""
-    from megatron.data.datasets import parse_weighted_paths
+    from megatron.data.datasets import local_path, parse_weighted_paths
 
     weighted_paths = data.data_path or data.train_data_path
     if data.mock_data or not weighted_paths:
         raise ConfigError(f"--show {section}: give --data-path, or use --show samples alone")
     flag = "--data-path" if data.data_path else "--train-data-path"
     for _, name in parse_weighted_paths(weighted_paths, flag):
-        corpus = _open(name, flag, data, flags, tokenizer)
+        path = local_path(name, flag, data)
+        corpus = _open(path, flag, data, flags, tokenizer)._replace(name=name)
         if section == "statistics":
             yield from _statistics(corpus, tokenizer)
         else:

@@ -77,6 +77,33 @@ def test_text_is_a_file_a_folder_or_a_pattern(name, storage, tmp_path):
     assert files == {"": ["one.jsonl", "sub/two.jsonl"], "/*.jsonl": ["."]}.get(name, ["."])
 
 
+@pytest.mark.parametrize("pattern", ["/*/part.jsonl", "/[ab]/*", "/**", "/**/part.jsonl", "/?/p*"])
+def test_files_of_the_same_name_in_different_folders(pattern, storage, tmp_path):
+    put(storage, "a/part.jsonl", b'{"text": "a"}\n')
+    put(storage, "b/part.jsonl", b'{"text": "b"}\n')
+    place = local_copy(ADDRESS + pattern, "--data-path", str(tmp_path))
+    files = TextCorpus(place, "text").files
+    assert [os.path.relpath(path, place) for path in files] == ["a/part.jsonl", "b/part.jsonl"]
+    assert [Path(path).read_bytes()[-4:-3] for path in files] == [b"a", b"b"]
+
+
+def test_a_pattern_may_match_folders_too(storage, tmp_path):
+    put(storage, "one.jsonl", b'{"text": "a"}\n')
+    put(storage, "sub/two.jsonl", b'{"text": "b"}\n')
+    place = local_copy(f"{ADDRESS}/*", "--data-path", str(tmp_path))
+    assert Path(place).read_bytes() == b'{"text": "a"}\n'
+    with pytest.raises(DataError, match="nothing was found"):
+        local_copy("memory://bucket/da*", "--data-path", str(tmp_path))
+
+
+def test_a_server_need_not_tell_sizes(storage, tmp_path, monkeypatch):
+    put(storage, "one.jsonl", b'{"text": "a"}\n')
+    info = type(storage).info
+    monkeypatch.setattr(type(storage), "info", lambda *a, **k: {**info(*a, **k), "size": None})
+    place = local_copy(f"{ADDRESS}/one.jsonl", "--data-path", str(tmp_path))
+    assert Path(place).read_bytes() == b'{"text": "a"}\n'
+
+
 def test_a_copy_that_breaks_off_leaves_nothing(storage, tmp_path, monkeypatch):
     put(storage, "one.jsonl", b'{"text": "a"}\n' * 99)
     address = f"{ADDRESS}/one.jsonl"

@@ -63,6 +63,13 @@ def test_statistics_and_documents(vocabulary, tmp_path, capsys):
     assert "document 3" not in text
 
 
+def test_statistics_of_data_at_a_url(vocabulary, tmp_path, capsys):
+    address = f"file://{write_gpt(tmp_path / 'gpt')}"
+    words = ["--data-path", address, "--data-cache-path", str(tmp_path / "cache")]
+    text = shown(capsys, *words, "--seq-length", "8", *vocabulary, "--show", "statistics")
+    assert text.startswith(f"{address}: statistics\n4 documents, 4 sequences, 18 tokens")
+
+
 def test_a_first_document_or_sample_beyond_the_data_is_reported(vocabulary, tmp_path, capsys):
     prefix = write_gpt(tmp_path / "gpt")
     words = ["--data-path", prefix, "--seq-length", "8", *vocabulary, "--show", "documents"]
