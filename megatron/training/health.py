@@ -27,6 +27,7 @@ from megatron.checkpoint.exchange import JsonExchange
 from megatron.config.reliability import HEALTH_FACTOR
 from megatron.device import Device, library_versions
 from megatron.durable import writing_to
+from megatron.errors import StorageError, warn
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout
 from megatron.processes.watchdog import ranks_text
@@ -71,17 +72,19 @@ def check_health(layout: Layout, device: Device, folder: Path | None) -> list[He
     Args:
         layout: The grid of processes.
         device: The device of this process.
-        folder: A folder whose disk is tested, if any. It is created if it does not exist.
-
-    Raises:
-        StorageError: The folder cannot be written to.
+        folder: A folder whose disk is tested, if any. It is created if it does not exist. If it
+            cannot be written to, its speed is 0, and this process prints the reason.
     """
     layout.journal.enter("health check")
     layout.world.barrier()
     speeds = _speeds_of(device)
     digests = {_digest(device) for _ in range(3)}
     if folder is not None:
-        speeds[_DISK] = _disk_speed(folder) / 1e6
+        try:
+            speeds[_DISK] = _disk_speed(folder) / 1e6
+        except StorageError as error:  # a test must not end the run, or keep other ranks waiting
+            warn(str(error))
+            speeds[_DISK] = 0.0
     if layout.world.size > 1:
         speeds[_ALL_REDUCE] = _all_reduce_speed(layout, device) / 1e9
     local = Health(
@@ -252,7 +255,11 @@ def problems_of(rows: Sequence[Health], factor: float = HEALTH_FACTOR) -> list[s
         f"the disk of --save is slow on {hosts[index]}: {disks[index]:.3g} MB/s instead of "
         f"{usual:.3g}"
         for index, usual in _slow(disks, ["all"] * len(disks), factor)
+        if disks[index]
     ]
+    unwritable = [host for host, speed in zip(hosts, disks, strict=True) if not speed]
+    if _DISK in rows[0].speeds:
+        lines += [f"the folder of --save cannot be written to on {host}" for host in unwritable]
     pairs = [(a, b) for a, row in enumerate(rows) for b in row.links if a < b]
     machines = ["one" if rows[a].host == rows[b].host else "two" for a, b in pairs]
     speeds = [min(rows[a].links[b], rows[b].links[a]) for a, b in pairs]

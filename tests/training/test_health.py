@@ -202,6 +202,22 @@ def test_the_speed_of_a_disk_is_bytes_per_second(
     assert list((tmp_path / "new").iterdir()) == []
 
 
+def test_a_full_disk_is_a_problem_and_not_the_end_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(health, "_speeds_of", lambda device: {"fp32 TFLOP/s": 0.5})
+    (tmp_path / "file").touch()
+    (full,) = check_health(Layout.single(), Device.cpu(), tmp_path / "file" / "run")
+    said = capsys.readouterr().err
+    assert said.startswith(f"WARNING: --save {tmp_path / 'file' / 'run'} cannot be written (")
+    others = [
+        replace(full, host=host, speeds=full.speeds | {"disk MB/s": 900.0}) for host in ("b", "c")
+    ]
+    problem = f"the folder of --save cannot be written to on {full.host}"
+    assert problems_of([full]) == problems_of([full, *others]) == [problem]
+    assert problems_of(others) == []
+
+
 def test_a_speed_at_the_limit_is_not_slow() -> None:
     speeds = [4.0, 2.0, 6.0]  # the medians of the others: 4, 5, 3
     assert list(health._slow(speeds, ["a", "a", "a"], 0.4)) == []
