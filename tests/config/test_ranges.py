@@ -87,6 +87,18 @@ def test_samples_of_all_evaluations_can_be_counted(
     ]
 
 
+def test_samples_of_training_can_be_counted() -> None:
+    def found(iterations: int) -> list[str]:
+        run = RunOptions()
+        values = {"training.train_iters": iterations, "training.global_batch_size": 7}
+        return list(samples(with_values(run, values | {"evaluation.eval_iters": 0}), 1))
+
+    most = (2**63 - 1) // 7  # 7 divides it
+    assert found(most) == []
+    (line,) = found(most + 1)
+    assert line.startswith(f"--train-iters {most + 1} x --global-batch-size 7 are more than")
+
+
 @pytest.mark.parametrize("value", [2**63, -(2**63)])
 def test_no_flag_takes_a_whole_number_beyond_64_bits(value: int, tmp_path: Path) -> None:
     fields = {

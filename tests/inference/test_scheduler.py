@@ -307,6 +307,14 @@ def test_only_the_last_chunk_of_a_prompt_chooses_a_token() -> None:
     assert (plain.drafts, plain.restore_slot, plain.snapshot_slot) == (0, -1, -1)
 
 
+def test_a_row_is_split_into_its_tokens() -> None:
+    sequence = Sequence("r", [1, 2, 3, 4, 5])
+    row = Row(sequence, 3, (4, 5, 9), sequence.blocks, is_last=True, drafts=1)
+    singles = row.split_tokens()
+    assert [(one.start, one.tokens) for one in singles] == [(3, (4,)), (4, (5,)), (5, (9,))]
+    assert all((one.drafts, one.is_last, one.sequence) == (0, True, sequence) for one in singles)
+
+
 def test_rejected_drafts_are_dropped() -> None:
     scheduler, sequence = Scheduler(SETTINGS), Sequence("r", [1, 2, 3, 4, 5])
     for computed, kept in ((7, 4), (5, 4), (4, 4), (2, 2)):

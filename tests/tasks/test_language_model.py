@@ -77,13 +77,16 @@ def test_documents_of_a_corpus_do_not_see_each_other(toy):
 
 
 LAYOUTS = [
-    (2, {"tensor": 2}, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    (2, {"tensor": 2}, ["--tensor-model-parallel-size", "2"]),
     (2, {"pipeline": 2}, ["--pipeline-model-parallel-size", "2"]),
     (3, {}, []),
     (
         8,
         {"tensor": 2, "pipeline": 2},
-        ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+        [
+            *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            *("--pipeline-model-parallel-size", "2"),
+        ],
     ),
 ]
 
