@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,8 @@ from megatron.inference.executor import batch_sizes_to_record
 from megatron.models.plan import ModelPlan
 from megatron.models.recurrent_plan import StateSpec
 from megatron.parallel.layout import Axis, Layout
+from tests.checkpoint.huggingface.models import CASES
+from tests.inference.toy import OPTIONS, toy_engine, write_model
 from tests.models.recorded_plans import plan_of
 
 # Keys and values of 4 heads of size 8 in 2 layers, in fp32.
@@ -195,3 +199,19 @@ def test_batch_sizes_to_record() -> None:
         (300, [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 300]),
     ):
         assert batch_sizes_to_record(largest) == sizes
+
+
+def test_attention_knows_whether_chunks_are_whole_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, remainders, choose = write_model("llama 4", tmp_path), [], build.choose_paged_attention
+
+    def spy(*given: Any, chunk_remainder: int, **named: Any) -> Any:
+        remainders.append(chunk_remainder)
+        return choose(*given, chunk_remainder=chunk_remainder, **named)
+
+    monkeypatch.setattr(build, "choose_paged_attention", spy)
+    chunk = CASES["llama 4"].config["attention_chunk_size"]
+    for size in (1, chunk - 1, chunk, chunk + 1):
+        toy_engine(folder, replace(OPTIONS, block_size=size))
+    assert remainders == [0, 1, 0, chunk]

@@ -26,7 +26,12 @@ from megatron.inference.executor import Executor
 from megatron.inference.load import Loaded, serving_context
 from megatron.inference.request import Request, Sampling, Stats, Token
 from megatron.inference.scheduler import Row, Sequence, StepPlan
-from megatron.inference.speculation import MultiTokenDrafter, NgramDrafter, describe_drafts
+from megatron.inference.speculation import (
+    MultiTokenDrafter,
+    NgramDrafter,
+    _DepthWindow,
+    describe_drafts,
+)
 from megatron.models.build import build_model
 from megatron.models.gpt import GPTModel
 from megatron.parallel.layout import Layout
@@ -109,6 +114,20 @@ def test_scores_are_those_without_drafts(speculation: Speculation) -> None:
         if isinstance(ours, Token) and isinstance(theirs, Token):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
             assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+def test_a_window_begins_where_it_is_unless_the_position_before_was_kept() -> None:
+    drafter: Any = SimpleNamespace(_last_states={})
+    sequence = Sequence("r", [1, 2, 3, 4])
+    row = Row(sequence, 2, (3,), sequence.blocks, is_last=False)
+    first = _DepthWindow(row, 2, 3, torch.tensor([[[2.0]]]))
+    assert MultiTokenDrafter._extend_window(drafter, first, 1) is first
+    second = MultiTokenDrafter._extend_window(
+        drafter, _DepthWindow(row, 3, 4, torch.tensor([[[3.0]]])), 1
+    )
+    assert second.start == 2
+    assert second.states is not None
+    assert second.states.flatten().tolist() == [2.0, 3.0]
 
 
 @pytest.mark.parametrize("speculation", [NGRAM, MTP], ids=["ngram", "mtp"])

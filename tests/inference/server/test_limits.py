@@ -273,6 +273,7 @@ def test_the_figures_count(tokenizer_folder: Path) -> None:
     engine = FakeEngine()
     with running(engine, make_settings(tokenizer_folder, engine)) as live:
         _good(live)
+        live.post("/v1/completions", {"prompt": "x", "max_tokens": 2})
         live.put({})
         live.client.get("/nowhere/at/all")
         text = live.client.get("/metrics").text
@@ -280,7 +281,8 @@ def test_the_figures_count(tokenizer_folder: Path) -> None:
         'megatron_http_requests_total{path="/api",status="200"} 1.0',
         'megatron_http_requests_total{path="/api",status="400"} 1.0',
         'megatron_http_requests_total{path="other",status="404"} 1.0',
-        "megatron_new_tokens_total 1.0",
+        "megatron_new_tokens_total 3.0",
+        "megatron_first_token_seconds_count 1.0",
         "megatron_engine_up 1.0",
     ):
         assert line in text

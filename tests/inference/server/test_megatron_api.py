@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,21 @@ def test_the_ends_of_lines_are_tokens(live: Live, tokenizer_folder: Path) -> Non
     assert _sampling_of(live, **banned).banned_pairs == ((colon, eol),)
     assert _sampling_of(live, **banned, beam_width=2).banned_pairs == ((colon, eol),)
     assert _sampling_of(live, beam_width=2).banned_pairs == ()
+
+
+def test_a_token_of_two_ends_of_lines_stops_too(tokenizer_folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    known = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    known.add_tokens(["\n\n"])
+    known.save(str(tmp_path / "tokenizer.json"))
+    shutil.copy(tokenizer_folder / "tokenizer_config.json", tmp_path)
+    (double,) = known.encode("\n\n").ids
+    engine = FakeEngine(vocab_size=double + 1)
+    with running(engine, make_settings(tmp_path, engine)) as live:
+        assert double not in _sampling_of(live).stop_tokens
+        assert double in _sampling_of(live, stop_on_double_eol=True).stop_tokens
+        assert double in _sampling_of(live, stop_on_eol=True).stop_tokens
 
 
 def test_seeds_of_equal_prompts_differ(live: Live) -> None:
