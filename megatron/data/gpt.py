@@ -41,13 +41,15 @@ from megatron.data.sample import (
     outside_vocabulary,
 )
 from megatron.data.text_stream import TextCorpus, TextDataset, WrappedDataset
-from megatron.errors import DataError
+from megatron.errors import DataError, warn
 from megatron.parallel.context.split import TokenBatch
 from megatron.tokenizer.base import Tokenizer
 
 _INT32_MAX = np.iinfo(np.int32).max
 # Positions per step, so that the work fits in a processor cache and memory stays flat.
 _CHUNK = 1 << 16
+# Streams with files of about the same size differ by less than this factor from the average.
+_MAX_IMBALANCE = 4
 
 
 class GPTIndex(NamedTuple):
@@ -319,6 +321,15 @@ def build_gpt_datasets(
             corpus, pieces, count, seq_length, request.seed, encoder, skip, dataset_index
         )
         text.require_tokens()  # fail now rather than at a later evaluation
+        # The first split of a corpus warns for the others.
+        if request.is_builder and pieces[0] == 0 and text.imbalance >= _MAX_IMBALANCE:
+            warn(
+                f"{corpus.flag} {corpus.prefix}: its files differ in size, and compressed, parquet "
+                f"and .txt files are not divided: other text is read up to about "
+                f"{text.imbalance:.0f} times before the largest files have been read once: name "
+                "them separately, with weights (0.8 LARGE 0.2 SMALL), store them as plain .jsonl, "
+                "or use tools/preprocess_data.py"
+            )
         return text
 
     def build_mock(count: int, split: int) -> MockDataset:

@@ -119,6 +119,14 @@ class TextCorpus:
         """Return the number of pieces."""
         return int(self._ends[-1])
 
+    def piece_sizes(self) -> NDArray[np.int64]:
+        """Return the number of bytes of each piece on disk, `[pieces]`."""
+        sizes = np.full(len(self), self.piece_bytes)
+        counts = np.diff(self._ends, prepend=0)
+        # The last piece of a file is the rest of it. A file that cannot be divided has no other.
+        sizes[self._ends - 1] = np.array(self.sizes) - (counts - 1) * self.piece_bytes
+        return sizes
+
     def read(self, piece: int, encoder: BlockEncoder, *, first: int) -> Iterator[EncodedBlock]:
         """Yield the encoded blocks of a piece.
 
@@ -199,6 +207,18 @@ class TextDataset:
     def streams(self) -> int:
         """The number of streams: a power of two, at most 128 and at most the number of pieces."""
         return min(_STREAMS, 1 << ((self.pieces[1] - self.pieces[0]).bit_length() - 1))
+
+    @property
+    def imbalance(self) -> float:
+        """The bytes of the largest stream divided by those of the average one, in one epoch.
+
+        Streams advance at the same speed, so the average stream reads its text this many times
+        while the largest one reads its own once.
+        """
+        order = self._order(0)
+        sizes = self.corpus.piece_sizes()[order]
+        stream_sizes = np.bincount(np.arange(len(order)) % self.streams, weights=sizes)
+        return float(stream_sizes.max() / max(stream_sizes.mean(), 1))
 
     @property
     def description(self) -> str:

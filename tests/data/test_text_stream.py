@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,42 @@ def test_an_epoch_has_the_documents_of_a_preprocessed_dataset(corpus, vocabulary
         ]
     assert sorted(found) == expected
     assert found != expected
+
+
+def test_the_sizes_of_pieces(corpus, vocabulary, tmp_path):
+    lines = corpus.read_bytes()
+    (tmp_path / "a.txt").write_bytes(b"w1" * 40)
+    (tmp_path / "b.jsonl").write_bytes(lines)
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "w1"}\n')
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines))
+    text = TextCorpus(str(tmp_path), "text")
+    sizes = text.piece_sizes().tolist()
+    assert (sizes[0], sizes[-2]) == (80, 15)
+    assert sizes[-1] == (tmp_path / "d.jsonl.gz").stat().st_size
+    assert set(sizes[1:-3]) == {text.piece_bytes}
+    assert sum(sizes[1:-2]) == len(lines)
+
+
+def test_a_large_file_among_small_pieces_is_reported(corpus, vocabulary, tmp_path, capsys):
+    even = dataset_of(corpus, vocabulary)
+    sizes = np.array([even.corpus.piece_sizes()[p] for p in even._order(0)])
+    totals = [sizes[stream :: even.streams].sum() for stream in range(even.streams)]
+    assert even.imbalance == pytest.approx(max(totals) / np.mean(totals))
+    for number in range(3):
+        path = tmp_path / f"part{number}.jsonl.gz"
+        path.write_bytes(gzip.compress(corpus.read_bytes(), 0))
+    flags = TokenizerConfig(tokenizer_type="BertWordPieceLowerCase", vocab_file=vocabulary)
+    tokenizer = (flags, encoder_of(vocabulary).tokenizer)
+
+    def warnings_of(path: Path) -> str:
+        data = DataConfig(data_path=(str(path),), split="100,0,0", seq_length=SEQUENCE)
+        request = DataRequest(data, 7, (100, 0, 0))
+        build_gpt_datasets(request, seq_length=SEQUENCE, vocab_size=300, tokenizer=tokenizer)
+        return capsys.readouterr().err
+
+    assert warnings_of(tmp_path) == warnings_of(corpus) == ""
+    shutil.copy(corpus, tmp_path / "plain.jsonl")
+    assert re.search(r"read up to about \d+ times before the largest", warnings_of(tmp_path))
 
 
 def test_a_sample_does_not_depend_on_those_before(corpus, vocabulary):
