@@ -46,7 +46,14 @@ from megatron.planner.prediction import (
     predict,
     seconds_by_host,
 )
-from megatron.planner.search import PLANNED, Plan, Search, to_flags, with_teacher
+from megatron.planner.search import (
+    PLANNED,
+    Plan,
+    Search,
+    network_problems,
+    to_flags,
+    with_teacher,
+)
 from megatron.recipes import catalog
 from megatron.recipes.derive import describe_network, network_flags
 from megatron.tokenizer.build import padded_vocab_size
@@ -286,6 +293,8 @@ def read_request(options: argparse.Namespace) -> PlanRequest:
         flags += ["--micro-batch-size", "1"]
     program = Program(name=f"pretrain_{architecture}.py", rules=())
     start = parse_config(flags, world_size=gpus, architecture=architecture, program=program).config
+    if problems := network_problems(start):
+        raise ConfigError(problems)
     fp8, name = start.precision.fp8_format, machine.name
     if fp8 is not None and machine.products_fp8 is None:
         raise ConfigError(f"--fp8-format: {name} does not support FP8: drop it")

@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
-from megatron.config import RunConfig
-from megatron.config.checks import find_problems
+from megatron.config import RunConfig, rules_attention, rules_hybrid, rules_model
+from megatron.config.checks import bounds, find_problems, requirements
 from megatron.config.model import ModelConfig, ModelOptions
 from megatron.config.resolve import resolve
 from megatron.config.run import RunOptions, field_at, flatten, narrow, with_values
@@ -71,17 +71,19 @@ _UNSET: Mapping[str, Any] = {
     "training.recompute_method": None,
     "training.recompute_num_layers": None,
 }
-# Everything that a layout may set.
-PLANNED = frozenset(_UNSET) | {
-    "parallel.tensor_model_parallel_size",
-    "parallel.sequence_parallel",
-    "parallel.tp_comm_overlap",
-    "parallel.context_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.zero_stage",
-    "training.micro_batch_size",
-    "training.recompute_modules",
+# The smallest layout: a single process.
+_SMALLEST: Mapping[str, Any] = {
+    **_UNSET,
+    "parallel.tensor_model_parallel_size": 1,
+    "parallel.sequence_parallel": False,
+    "parallel.tp_comm_overlap": False,
+    "parallel.context_parallel_size": 1,
+    "parallel.pipeline_model_parallel_size": 1,
+    "parallel.zero_stage": 0,
+    "training.micro_batch_size": 1,
 }
+# Everything that a layout may set.
+PLANNED = frozenset(_SMALLEST) | {"training.recompute_modules"}
 # Values that do not affect the time of a stage's computation, except for ZeRO stage 3.
 _NOT_IN_BOUND = {
     "parallel.pipeline_schedule",
@@ -276,6 +278,26 @@ class Search:
         fits = prediction.memory.total <= self.memory and not find_problems(config, self.gpus)
         is_faster = prediction.seconds < plan.prediction.seconds * (1 - _MIN_BALANCE_GAIN)
         return Plan(values, config, prediction) if fits and is_faster else plan
+
+
+def network_problems(start: RunOptions) -> list[str]:
+    """Return the mistakes in a run's network, which must be valid before layouts are examined.
+
+    The other rules are applied to each layout.
+    """
+    paths = {path for path in flatten(start) if path.startswith("model.")}
+    rules = (
+        rules_model.required,
+        bounds,
+        partial(requirements, paths=paths),
+        rules_model.architecture,
+        rules_model.t5,
+        rules_attention.attention,
+        rules_attention.delta_net,
+        rules_hybrid.hybrid,
+        rules_model.experts,
+    )
+    return find_problems(with_values(start, _SMALLEST), 1, rules=rules)
 
 
 def with_teacher(plan: ModelPlan, teacher: ModelConfig | None) -> ModelPlan:

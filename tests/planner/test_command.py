@@ -138,6 +138,25 @@ def test_sizes_in_a_file_its_layouts_or_old_flags_are_predicted(tmp_path):
     assert request.start.training.micro_batch_size == 4
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--decoder-num-layers 2", "--decoder-seq-length is required: give it a value"),
+        ("--num-experts 4 --moe-layer-freq [1,0]", "--moe-layer-freq [1,0]: it names 2 layers"),
+        ("--num-experts 4 --moe-router-topk 9", "--moe-router-topk 9 is above --num-experts 4"),
+        ("--no-rope-freq [1,0]", "--no-rope-freq [1,0]: it names 2 layers"),
+        ("--hybrid-layer-pattern M*", "--hybrid-layer-pattern M* names 2 layers"),
+        ("--num-layers 0", "--num-layers 0: must be at least 1"),
+        ("--bert-no-binary-head --decoder-num-layers 2", "--decoder-num-layers 2 is only for T5"),
+        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0: must be at least"),
+    ],
+)
+def test_mistakes_in_the_network_are_reported_before_the_search(flags, message):
+    with pytest.raises(ConfigError) as caught:
+        read_request(_options("--gpus 8xH100 --global-batch 8 --", SMALL, flags))
+    assert message in str(caught.value)
+
+
 def test_recorded_passes_are_planned_without_overlap():
     _, search = _search("--gpus 2xH200 --global-batch 8 --", SMALL, "--cuda-graph-impl local")
     best = search.best(3)
