@@ -233,6 +233,20 @@ def test_a_small_phi_has_no_padding_token_outside_its_vocabulary(tmp_path):
     assert (config["model_type"], config["pad_token_id"]) == ("phi3", None)
 
 
+def test_layers_for_further_tokens_are_left_out_of_families_that_lack_them(tmp_path, capsys):
+    words = """--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+        --untie-embeddings-and-output-weights --num-experts 2 --moe-router-topk 1
+        --mtp-num-layers 1 --train-iters 1 --eval-iters 0 --save-interval 1"""
+    train_toy(Layout.single(), [*words.split(), "--save", str(tmp_path / "run")])
+    assert convert("native", "hf", tmp_path / "run", tmp_path / "a", "--verify") == 0
+    assert "a mixtral model has no layers for multi-token prediction" in capsys.readouterr().out
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"]) == ("mixtral", 2)
+    words = ["--model-family", "gpt2"]
+    assert convert("native", "hf", tmp_path / "run", tmp_path / "b", *words) == 4
+    assert "a gpt2 model cannot express this network" in capsys.readouterr().err
+
+
 def test_dropout_rates_are_taken_over_from_megatron(gpt, tmp_path):
     """The golden run had no dropout; Megatron's default is 0.1."""
     assert convert("megatron", "hf", gpt, tmp_path / "o") == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from megatron.checkpoint.huggingface.bert import Bert
@@ -118,6 +120,31 @@ def family_for(model: ModelConfig, vocab: int, model_type: str | None) -> Family
     subject = f"a {model_type} model cannot" if model_type else "no family can"
     lines = ["; ".join(differences) for differences in sorted(problems, key=len)]
     raise CheckpointError(f"{subject} express this network:\n  " + "\n  ".join(lines))
+
+
+def family_and_network(
+    model: ModelConfig, vocab: int, model_type: str | None
+) -> tuple[Family, ModelConfig]:
+    """Return the family of an export, and the network without layers that the family never has.
+
+    Only the layers of multi-token prediction can be left out: the network predicts the next token
+    as before.
+
+    Args:
+        model: The network.
+        vocab: Number of rows of the word embedding.
+        model_type: The requested `model_type`, or `None` for the first family that fits.
+
+    Raises:
+        CheckpointError: As in `family_for`.
+    """
+    try:
+        return family_for(model, vocab, model_type), model
+    except CheckpointError:
+        plain = replace(model, mtp_num_layers=None)
+        with suppress(CheckpointError):
+            return family_for(plain, vocab, model_type), plain
+        raise
 
 
 def mismatches(family: Family, model: ModelConfig, vocab: int) -> list[str]:

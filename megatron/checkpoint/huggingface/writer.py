@@ -36,7 +36,8 @@ class Export:
     Attributes:
         reader: The checkpoint. Its vocabulary tables must have `vocab` rows.
         family: The family whose format is written.
-        model: The checkpoint's network.
+        model: The checkpoint's network. If it lacks the layers of multi-token prediction that the
+            checkpoint has, they are left out.
         vocab: Number of rows of the word embedding.
         bare_names: Whether to leave the family's prefix out of tensor names.
         single: The file's name if one file is enough for all tensors.
@@ -73,6 +74,8 @@ class Export:
                 tensors[label] = LazyTensor(shape, dtype, partial(self._read, rule, index))
         extra = {name for name in self.reader.names() if name.startswith("model.")}
         extra -= {rule.name for rule in rules}
+        if not self.model.mtp_num_layers:
+            extra = {name for name in extra if not name.startswith("model.mtp.")}
         if extra:
             problem = f"{min(extra)} does not exist in a {self.family.name} model"
             raise CheckpointError(f"{path}: {problem}")

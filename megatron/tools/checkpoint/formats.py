@@ -22,7 +22,7 @@ from megatron.checkpoint.core.writer import convert_to_core
 from megatron.checkpoint.entries import WORD_EMBEDDING
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
-from megatron.checkpoint.huggingface.families import family_for
+from megatron.checkpoint.huggingface.families import family_and_network, family_for
 from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.checkpoint.huggingface.peft_writer import AdapterExport
 from megatron.checkpoint.huggingface.settings import read_json
@@ -519,25 +519,33 @@ def _given_tokenizer(source: SourceModel, options: argparse.Namespace) -> Tokeni
     return with_file(given)
 
 
-def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
-    """Write a folder that `transformers` can load, and return its path."""
-    companions = dict(source.companion_files())
-    template = None
-    if files.CONFIG in companions:
-        assert source.companions is not None
-        template = read_json(
-            source.companions / files.CONFIG, allow_foreign=source.reader.allow_foreign
-        )
-    given = _given_tokenizer(source, options)
+def _template(source: SourceModel) -> dict[str, Any] | None:
+    """Return the content of the original model's config.json, if there is one."""
+    if source.companions is None or not os.path.isfile(source.companions / files.CONFIG):
+        return None
+    trust = source.reader.allow_foreign
+    return read_json(source.companions / files.CONFIG, allow_foreign=trust)
+
+
+def hf_export(source: SourceModel, options: argparse.Namespace) -> Export:
+    """Return the checkpoint as the family of its export describes it.
+
+    Raises:
+        UserError: No family can express the network, or a file of the tokenizer is damaged.
+    """
+    given, template = _given_tokenizer(source, options), _template(source)
     vocab = _true_vocabulary(source, options, given, template)
     family_name = options.model_family or source.family or (template or {}).get("model_type")
-    export = Export(
-        PaddedReader(source.reader, rows=vocab, entries=vocab),
-        family_for(source.config.model, vocab, family_name),
-        source.config.model,
-        vocab,
-        bare_names=source.bare_names,
-    )
+    family, model = family_and_network(source.config.model, vocab, family_name)
+    reader = PaddedReader(source.reader, rows=vocab, entries=vocab)
+    return Export(reader, family, model, vocab, bare_names=source.bare_names)
+
+
+def save_hf(source: SourceModel, options: argparse.Namespace, check: Check) -> Path:
+    """Write a folder that `transformers` can load, and return its path."""
+    companions, template = dict(source.companion_files()), _template(source)
+    given = _given_tokenizer(source, options)
+    export = hf_export(source, options)
     companions |= _tokenizer_files(source, given)
     written = export.config(template or _token_ids(source, given))
     if written != template:

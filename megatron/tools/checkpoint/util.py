@@ -173,6 +173,8 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         yield from unused_by_core(source.config.model)
     if options.saver == "megatron":
         yield from megatron_notices(source, keep_optimizer=options.keep_optimizer)
+    elif options.saver == "hf":
+        yield from hf_notices(source, options)
     elif options.saver == "torch_dist" and options.keep_optimizer:
         yield from unsupported_state(source.config.precision, None, "--saver torch_dist")
     if options.keep_optimizer and not source.reader.meta.get("optimizer"):
@@ -189,6 +191,19 @@ def run(options: argparse.Namespace) -> Iterator[str]:
         path = formats.SAVERS[options.saver](source, options, check if options.verify else None)
     yield f"{source.reader.path} -> {path}"
     yield from results
+
+
+def hf_notices(source: formats.SourceModel, options: argparse.Namespace) -> Iterator[str]:
+    """Yield a message if a Hugging Face folder cannot have all layers of the model."""
+    from megatron.tools.checkpoint.formats import hf_export
+
+    if source.config.model.mtp_num_layers:
+        export = hf_export(source, options)
+        if not export.model.mtp_num_layers:
+            yield (
+                f"--saver hf: a {export.family.name} model has no layers for multi-token "
+                "prediction: they are left out, and the model predicts the next token as before"
+            )
 
 
 def megatron_notices(source: formats.SourceModel, *, keep_optimizer: bool) -> Iterator[str]:
