@@ -223,6 +223,7 @@ def test_the_last_to_begin_gives_its_blocks_up() -> None:
     assert scheduler.preempted == 1
     scheduler.remove(first)
     assert [count for _, count in carry_out(scheduler)] == [3]  # its first block was still cached
+    assert second.cached == 0, "it had computed that block itself"
 
 
 def test_a_preempted_sequence_is_the_first_to_begin_again() -> None:
