@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError
 
 _ROUTERS = ("gate.weight", "router.weight")  # suffixes of router names in `transformers`
+_EXCLUDED = "exclude_modules"  # it only narrows target_modules; the file names what is adapted
 _UNUSED_HEADS = ("classifier",)  # PEFT adds these to modules_to_save for other models
 # Other settings of PEFT's configuration, with the values that we support, the default first.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -30,7 +32,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "trainable_token_indices": (None,),
     "layer_replication": (None,),
-    "exclude_modules": (None, []),
     "alora_invocation_tokens": (None,),
     "use_qalora": (False, None),
     "use_bdlora": (None, False),
@@ -162,9 +163,11 @@ class PeftReader(Reader):
         settings = _settings_in(path, allow_foreign=allow_foreign, has_head=model.reward_head)
         if not settings.get("modules_to_save"):  # an adapter of a language model
             names = {name: peft for name, peft in names.items() if ".adapter." in name}
-        self._remedy = _remedy(settings) if remedy is None else remedy
         self._file = MappedFile(inside(path, ADAPTER), allow_foreign=allow_foreign)
         self._names, self._header = names, self._file.header()
+        if remedy is None:
+            remedy = _remedy(settings, sorted(self._header), model.num_layers)
+        self._remedy = remedy
         expected = {peft.name for peft in names.values()}
         self._check_settings(settings, model, self._header.keys() - expected - {FROZEN_OUTPUT})
         missing = sorted(expected - self._header.keys())
@@ -172,7 +175,7 @@ class PeftReader(Reader):
             raise CheckpointError(f"{path / ADAPTER}: {missing[0]} is missing: {self._remedy}")
         self.tensors = {}
         for name, peft in names.items():
-            self._check_shape(peft)
+            self._check_shape(settings, model, peft)
             placement, shape = self._header[peft.name], peft.meta.shape
             if is_vocabulary_table(name):  # our table may have padding rows
                 shape = (*placement.shape[:1], *shape[1:])
@@ -181,7 +184,7 @@ class PeftReader(Reader):
                 self._check_scale(settings, model, peft, peft.rank_axis)
         self.meta = {"config": {}}
 
-    def _check_shape(self, peft: PeftTensor) -> None:
+    def _check_shape(self, settings: dict[str, Any], model: ModelConfig, peft: PeftTensor) -> None:
         shape, expected, axis = (
             self._header[peft.name].shape,
             list(peft.stored_shape),
@@ -197,6 +200,9 @@ class PeftReader(Reader):
             if not remainder and projections <= peft.adapter_slice.projections:
                 expected[axis] = shape[axis]
         if list(shape) != expected:
+            rank = _in_pattern(settings, "rank_pattern", peft.target, None)
+            if axis is not None and rank == shape[axis]:  # only the rank may differ
+                raise self._scale_error(settings, model, peft)
             raise CheckpointError(
                 f"{self.path / ADAPTER}: {peft.name} has shape {list(shape)}, but it is {expected} "
                 "here: the adapter is for a different network: load that network with --load"
@@ -206,23 +212,27 @@ class PeftReader(Reader):
         self, settings: dict[str, Any], model: ModelConfig, peft: PeftTensor, axis: int
     ) -> None:
         """Check a tensor's rank against the settings, and the settings' scale against the run's."""
-        target = peft.target
-        rank = _in_pattern(settings, "rank_pattern", target, settings.get("r", 8))
-        alpha = _in_pattern(settings, "alpha_pattern", target, settings.get("lora_alpha", 8))
+        rank, scale = _rank_and_scale(settings, model, peft.target)
         size = self._header[peft.name].shape[axis]
         if peft.is_stacked:
             size //= peft.meta.shape[0]
-        scale = alpha / (math.sqrt(rank) if model.use_rslora else rank)
         if size != rank or not math.isclose(scale, model.lora_scale, rel_tol=1e-6):
-            keys = ("rank_pattern", "alpha_pattern")
-            patterns = [f"{key} {settings.get(key)!s:.80}" for key in keys]
-            raise CheckpointError(
-                f"{self.path / ADAPTER_CONFIG}: {' and '.join(patterns)} give {target} rank {rank} "
-                f"and scale {scale:g}, which is not supported: here adapters have rank "
-                f"{model.lora_rank} and scale {model.lora_scale:g}, and those of a module's "
-                "projections together have a multiple of this rank: merge the adapter with "
-                "peft's merge_and_unload"
-            )
+            raise self._scale_error(settings, model, peft)
+
+    def _scale_error(
+        self, settings: dict[str, Any], model: ModelConfig, peft: PeftTensor
+    ) -> CheckpointError:
+        """Return the error about a module with a rank or scale that is not supported."""
+        rank, scale = _rank_and_scale(settings, model, peft.target)
+        keys = ("rank_pattern", "alpha_pattern")
+        patterns = [f"{key} {settings.get(key)!s:.80}" for key in keys]
+        return CheckpointError(
+            f"{self.path / ADAPTER_CONFIG}: {' and '.join(patterns)} give {peft.target} rank "
+            f"{rank} and scale {scale:g}, which is not supported: here adapters have rank "
+            f"{model.lora_rank} and scale {model.lora_scale:g}, and those of a module's "
+            "projections together have a multiple of this rank: merge the adapter with "
+            "peft's merge_and_unload"
+        )
 
     def _check_settings(
         self, settings: dict[str, Any], model: ModelConfig, unknown: set[str]
@@ -365,20 +375,40 @@ def _in_pattern(settings: dict[str, Any], key: str, target: str, default: Any) -
     return default
 
 
-def _remedy(settings: dict[str, Any]) -> str:
-    """Return the remedy in messages: the flags that match the settings in PEFT's files."""
-    names = set()
-    for key in ("target_modules", "target_parameters"):
-        targets = settings.get(key)
-        targets = targets if isinstance(targets, list) else [targets]
+def _rank_and_scale(
+    settings: dict[str, Any], model: ModelConfig, target: str
+) -> tuple[float, float]:
+    """Return the rank and the scale that PEFT's settings give a module's adapter."""
+    rank = _in_pattern(settings, "rank_pattern", target, settings.get("r", 8))
+    alpha = _in_pattern(settings, "alpha_pattern", target, settings.get("lora_alpha", 8))
+    return rank, alpha / (math.sqrt(rank) if model.use_rslora else rank)
+
+
+def _remedy(settings: dict[str, Any], tensors: Sequence[str], num_layers: int) -> str:
+    """Return the remedy in messages: the flags that match the settings in PEFT's files.
+
+    Args:
+        settings: The content of adapter_config.json.
+        tensors: The names of the file's tensors.
+        num_layers: The number of the network's layers.
+    """
+    names, width = set(), 300
+    adapted = settings.get("target_modules")
+    if isinstance(adapted, str) or any(map(settings.get, ("layers_to_transform", _EXCLUDED))):
+        parameters = [str(name) for name in settings.get("target_parameters") or ()]
+        names, width = _names_of_modules(tensors, parameters, num_layers), 10_000
+        adapted = None
+    for targets in (adapted, settings.get("target_parameters")):
+        listed = targets if isinstance(targets, list) else [targets]
         paths = (
-            path.removesuffix(".weight").split(".") for path in targets if isinstance(path, str)
+            path.removesuffix(".weight").split(".") for path in listed if isinstance(path, str)
         )
         suffixes = {
             ".".join(path[-2:] if "experts" in path[-2:-1] else path[-1:]) for path in paths
         }
         names |= {
-            "router" if suffix == "gate" and "parameters" in key else suffix for suffix in suffixes
+            "router" if suffix == "gate" and targets is not adapted else suffix
+            for suffix in suffixes
         }
     flags = lora_flags(
         rank=settings.get("r", 8),
@@ -387,4 +417,30 @@ def _remedy(settings: dict[str, Any]) -> str:
         is_rslora=bool(settings.get("use_rslora")),
         is_dora=bool(settings.get("use_dora")),
     )
-    return f"give {flags:.300}, and the network that it was trained for"
+    return f"give {flags:.{width}}, and the network that it was trained for"
+
+
+def _names_of_modules(tensors: Sequence[str], parameters: Sequence[str], layers: int) -> set[str]:
+    """Return patterns that match exactly the modules that a file's tensors adapt.
+
+    Modules that are adapted in all layers share a pattern.
+
+    Args:
+        tensors: The names of the file's tensors.
+        parameters: The values of `target_parameters`, whose modules are left out.
+        layers: The number of the network's layers.
+    """
+    owners = tuple(name.rpartition(".")[0] for name in parameters)
+    numbers: dict[str, set[str]] = {}
+    for name in tensors:
+        module = name.rpartition(".lora_")[0].removesuffix(".base_layer")
+        if module and not (owners and module.endswith(owners)):
+            number, path = re.findall(r"^(?:.*\blayers\.(\d+)\.)?(.*)$", module)[0]
+            numbers.setdefault(path if number else path.rpartition(".")[2], set()).add(number)
+    patterns = set()
+    for path, found in numbers.items():
+        if found == {""} or len(found) == layers:
+            patterns.add(path.rpartition(".")[2])
+        else:
+            patterns |= {f"layers.{number}.{path}" for number in found}
+    return patterns

@@ -459,6 +459,44 @@ def test_other_adapters_than_the_files_are_refused(flags, told):
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        {"target_modules": r".*layers\.1\..*(q|up)_proj|.*v_proj"},
+        {"target_modules": ["q_proj", "v_proj", "up_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "v_proj", "up_proj"], "exclude_modules": ".*0.*[qp]_proj"},
+    ],
+)
+def test_the_flags_for_an_adapter_whose_settings_do_not_list_its_modules(said, copy):
+    settings, file = copy / "adapter_config.json", copy / "adapter_model.safetensors"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **said}))
+    tensors = load_file(file)
+    left_out = re.compile(r"layers\.0\..*(q|up)_proj")
+    save_file({key: held for key, held in tensors.items() if not left_out.search(key)}, file)
+    words = [*_words("some"), "--load-adapter", str(copy)]
+    with pytest.raises(CheckpointError, match="up_proj.lora_A.weight is missing") as raised:
+        build_toy(Layout.single(), words)
+    flags = re.search(r"give (.*), and the network", str(raised.value))[1].split()
+    assert {"layers.1.self_attn.q_proj", "layers.1.mlp.up_proj", "v_proj"} < {*flags}
+    build_toy(Layout.single(), [*words, *flags])
+
+
+def test_a_rank_that_only_a_pattern_gives_is_named(copy):
+    settings, file = copy / "adapter_config.json", copy / "adapter_model.safetensors"
+    ranks = {"rank_pattern": {"v_proj": 6}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **ranks}))
+    tensors = load_file(file)
+    for key in tensors:
+        if "v_proj" in key:
+            wide = [tensors[key]] * 2
+            tensors[key] = torch.cat(wide, dim=int("lora_B" in key)).narrow(
+                int("lora_B" in key), 0, 6
+            )
+    save_file({key: held.contiguous() for key, held in tensors.items()}, file)
+    with pytest.raises(CheckpointError, match=r"rank_pattern \{'v_proj': 6\} .*merge the adapter"):
+        build_toy(Layout.single(), [*_words("some"), "--load-adapter", str(copy)])
+
+
+@pytest.mark.parametrize(
     ("key", "value"), [("peft_type", "LOHA"), ("bias", "all"), ("rank_pattern", {"q_proj": 8})]
 )
 def test_what_pefts_settings_ask_for_besides_is_refused(copy, key, value):
@@ -528,7 +566,6 @@ def test_the_network_of_an_adapter_s_settings(said, expected, tmp_path):
                 "lora_bias": True,
                 "trainable_token_indices": [1],
                 "layer_replication": [[0, 1]],
-                "exclude_modules": ["a"],
                 "alora_invocation_tokens": [1],
                 "use_qalora": True,
                 "use_bdlora": {"a": 1},
