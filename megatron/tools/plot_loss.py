@@ -10,6 +10,7 @@ No display is needed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,8 +66,10 @@ def read_curves(path: Path, flag: str) -> dict[str, Points]:
     }
 
 
-def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
-    """Return the training and validation values of a logged quantity.
+def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, dict[str, Points]]:
+    """Return the training values of a logged quantity, and its validation values by label.
+
+    The label is "validation", with --multiple-validation-sets "validation-wiki" for the set "wiki".
 
     Args:
         path: The file.
@@ -83,7 +86,13 @@ def read_metrics(path: Path, name: str = LOSS) -> tuple[Points, Points]:
         raise DataError(
             f"{path}: no record has {description} ({name!r}); it has {', '.join(sorted(curves))}"
         )
-    return curves[name], curves.get(f"{name} validation", [])
+    held_out = {
+        data: points
+        for tag, points in curves.items()
+        for quantity, data in [split_held_out(tag)]
+        if quantity == name and data.startswith("validation") and points
+    }
+    return curves[name], held_out
 
 
 def read_validation(path: Path, flag: str) -> dict[str, Points]:
@@ -147,7 +156,7 @@ def _figure(output: Path, *, title: str, unit: str, dpi: int) -> Iterator[Axes]:
 
 def draw(
     training: Points,
-    validation: Points,
+    validation: Mapping[str, Points],
     output: Path,
     *,
     title: str,
@@ -158,20 +167,23 @@ def draw(
 
     Args:
         training: The values of the training curve.
-        validation: The values of the validation curve.
+        validation: The values of each validation curve, by label.
         output: The image file.
         title: The title of the figure.
         entropy: The unigram entropy in nats per token, drawn as a dashed line, or `None`.
         unit: The label of the vertical axis.
     """
+    from matplotlib.colors import TABLEAU_COLORS
+
+    _, *colors = TABLEAU_COLORS  # the first one is that of the training curve
     with _figure(output, title=title, unit=unit, dpi=200) as axes:
         label = "training, each logged value"
         axes.plot(*zip(*training, strict=True), color="tab:blue", alpha=0.3, lw=1, label=label)
         label = "training, smoothed"
         axes.plot(*zip(*smoothed(training), strict=True), color="tab:blue", label=label)
-        if validation:
-            label = f"validation (last: {validation[-1][1]:.3f})"
-            axes.plot(*zip(*validation, strict=True), "o-", color="tab:orange", label=label)
+        for (name, points), color in zip(validation.items(), itertools.cycle(colors)):
+            label = f"{name} (last: {points[-1][1]:.3f})"
+            axes.plot(*zip(*points, strict=True), "o-", color=color, label=label)
         if entropy is not None:
             label = f"unigram entropy: {entropy:.3f}"
             axes.axhline(entropy, color="dimgray", linestyle="--", label=label)

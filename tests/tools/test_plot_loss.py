@@ -68,9 +68,10 @@ def describe(line):
 
 
 def test_what_a_picture_of_one_run_shows(tmp_path, figures):
-    training, validation = [(1, 5.0), (2, 3.0), (4, 4.0)], [(2, 3.5), (4, 4.25)]
+    training = [(1, 5.0), (2, 3.0), (4, 4.0)]
+    validation = {"validation": [(2, 3.5), (4, 4.25)]}
     plot_loss.draw(training, validation, tmp_path / "a.png", title="My loss", entropy=6.5)
-    plot_loss.draw(training, [], tmp_path / "a.png", title="Other", entropy=None, unit="Reward")
+    plot_loss.draw(training, {}, tmp_path / "a.png", title="Other", entropy=None, unit="Reward")
     (axes,), (plain,) = (figure.axes for figure in figures)
     assert (axes.get_title(), axes.get_xlabel()) == ("My loss", "Iteration")
     assert (axes.get_ylabel(), plain.get_ylabel()) == ("Loss (nats per token)", "Reward")
@@ -85,7 +86,7 @@ def test_what_a_picture_of_one_run_shows(tmp_path, figures):
     assert list(map(describe, axes.get_lines())) == [
         (training, "tab:blue", 0.3, 1, "-", "None"),
         (smooth, "tab:blue", None, 2, "-", "None"),
-        (validation, "tab:orange", None, 2, "-", "o"),
+        (validation["validation"], "tab:orange", None, 2, "-", "o"),
         ([(0, 6.5), (1, 6.5)], "dimgray", None, 2, "--", "None"),  # over the whole width
     ]
     assert [describe(line) for line in plain.get_lines()] == [
@@ -210,7 +211,26 @@ def test_what_a_resumed_run_repeats_is_replaced_and_a_half_written_line_left_out
     records = [{"iteration": i, "lm loss": 5.0} for i in (1, 2, 3, 2)]
     text = "".join(json.dumps(record) + "\n" for record in records)
     metrics.write_text(text + '{"iteration": 3, "lm l')
-    assert plot_loss.read_metrics(metrics) == ([(1, 5.0), (2, 5.0)], [])
+    assert plot_loss.read_metrics(metrics) == ([(1, 5.0), (2, 5.0)], {})
+
+
+def test_each_validation_set_has_a_curve(tmp_path, figures):
+    metrics = tmp_path / "metrics.jsonl"
+    records = [
+        {"iteration": 1, "lm loss": 5.0},
+        {"iteration": 1, "lm loss validation-wiki": 4.0},
+        {"iteration": 1, "lm loss validation-code": 3.0, "lm loss validation-code ppl": 20.0},
+        {"iteration": 1, "lm loss test": 2.0},
+    ]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["--metrics", str(metrics), "--output", str(tmp_path / "a.png")]
+    assert plot_loss.main(words) == 0
+    ((axes,),) = (figure.axes for figure in figures)
+    _, _, *held_out = axes.get_lines()
+    assert [(line.get_label(), line.get_color()) for line in held_out] == [
+        ("validation-wiki (last: 4.000)", "tab:orange"),
+        ("validation-code (last: 3.000)", "tab:green"),
+    ]
 
 
 @pytest.mark.parametrize(
