@@ -115,15 +115,16 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
 def vocabulary_multiple(rows: int) -> int:
     """Return the `--make-vocab-size-divisible-by` that preserves an embedding's number of rows.
 
-    Additional rows would take part in the softmax. A Hugging Face folder does not say how many
-    entries its tokenizer has. If the number of rows is a multiple of 64, some of them may be
-    padding, and the result is the number of rows. Otherwise there is no padding, and the result
-    is 1.
+    Missing or additional rows would change the softmax. A Hugging Face folder does not say how
+    many entries its tokenizer has. If the number of rows is a multiple of 64, some of them may be
+    padding, and the result is the number of rows. Otherwise it is the largest power of two that
+    divides them, because smaller multiples are also used for padding: 16 in Mamba-2 (50,288 rows
+    for 50,277 entries), 8 or 32 in `resize_token_embeddings`.
 
     Args:
         rows: The number of rows in the word embedding.
     """
-    return rows if rows % _MAX_TENSOR_PARALLEL == 0 else 1
+    return rows if rows % _MAX_TENSOR_PARALLEL == 0 else rows & -rows
 
 
 class NullTokenizer(Tokenizer):

@@ -577,7 +577,9 @@ def test_a_null_tokenizer_of_no_or_one_number():
 # All kinds
 
 
-@pytest.mark.parametrize(("rows", "multiple"), [(50304, 50304), (64, 64), (50257, 1), (96, 1)])
+@pytest.mark.parametrize(
+    ("rows", "multiple"), [(50304, 50304), (64, 64), (50257, 1), (50288, 16), (32032, 32)]
+)
 def test_the_multiple_that_keeps_an_embedding_s_rows(rows, multiple):
     assert vocabulary_multiple(rows) == multiple
     entries = rows if multiple == 1 else rows - 7
