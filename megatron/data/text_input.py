@@ -10,6 +10,7 @@ decompressed as a whole. It becomes a separate block without text, which `parse_
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import io
@@ -494,11 +495,22 @@ def _parquet_blocks(
 def _json_line(row: Any) -> bytes:
     """Return a row as a line of JSON, or as a line that `parse_lines` reports as bad."""
     try:
-        return _dump_line(row.to_pylist()[0])
+        return _dump_line({key: _as_text(value) for key, value in row.to_pylist()[0].items()})
     except UnicodeDecodeError as error:
         return error.object.replace(b"\n", b" ") + b"\n"  # reported as bad UTF-8
     except (ValueError, OverflowError):  # for example a time that Python cannot represent
         return _dump_line(dict.fromkeys(row.column_names))
+
+
+def _as_text(value: Any) -> Any:
+    """Return bytes in UTF-8 as a string: Hive and older versions of Spark declare text as binary.
+
+    Other bytes, such as those of an image, and other values are returned unchanged.
+    """
+    if isinstance(value, bytes):
+        with contextlib.suppress(UnicodeDecodeError):
+            return value.decode("utf-8")
+    return value
 
 
 def _dump_line(value: dict[str, Any]) -> bytes:

@@ -286,6 +286,19 @@ def test_rows_that_are_not_utf_8_are_bad_lines(tmp_path: Path) -> None:
     assert found.values == [["ok"]]
 
 
+def test_text_may_be_declared_as_binary(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = {"text": ["é".encode(), b"x\xff", b""], "image": [b"\x89PNG", None, b"\xff"]}
+    types = pa.schema([("text", pa.binary()), ("image", pa.large_binary())])
+    parquet.write_table(pa.table(columns, types), path)
+    (block,) = read_blocks([str(path)], ["text", "image"])
+    assert [json.loads(line) for line in block.read().splitlines()] == [
+        {"text": "é", "image": None},
+        {"text": None, "image": None},
+        {"text": "", "image": None},
+    ]
+
+
 def test_too_little_memory_is_not_taken_for_a_bad_text(monkeypatch: pytest.MonkeyPatch) -> None:
     for message, error in (("surrogates not allowed", MemoryError), ("no such type", TypeError)):
 
