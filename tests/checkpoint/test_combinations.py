@@ -276,7 +276,10 @@ def _problems_of_hugging_face(found: Combination, saved: Path, folder: Path) -> 
     if refusal:
         yield f"hf: its own files are refused: {refusal}"
         return
-    lines = differences(_merged(saved), open_any(back), "model.")
+    ours, theirs = _merged(saved), open_any(back)
+    lines = differences(ours, theirs, "model.")
+    if not any(name.startswith("model.mtp.") for name in theirs.names()):
+        lines = [line for line in lines if not line.startswith("model.mtp.")]  # left out
     if lines:
         yield f"hf: {lines}"
     if "--lora-rank" in found.flags and found.network.kind == "gpt":

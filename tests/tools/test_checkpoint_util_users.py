@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.loading import open_checkpoint
 from megatron.config.parser import parse_config
@@ -245,6 +245,17 @@ def test_layers_for_further_tokens_are_left_out_of_families_that_lack_them(tmp_p
     words = ["--model-family", "gpt2"]
     assert convert("native", "hf", tmp_path / "run", tmp_path / "b", *words) == 4
     assert "a gpt2 model cannot express this network" in capsys.readouterr().err
+
+
+def test_adapters_beside_layers_for_further_tokens(tmp_path):
+    words = """--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+        --untie-embeddings-and-output-weights --mtp-num-layers 1 --lora-rank 2 --train-iters 1
+        --eval-iters 0 --save-interval 1"""
+    train_toy(Layout.single(), [*words.split(), "--save", str(tmp_path / "run")])
+    assert convert("native", "peft", tmp_path / "run", tmp_path / "a") == 0
+    names = load_file(tmp_path / "a" / "adapter_model.safetensors").keys()
+    assert names
+    assert not any("layers.2." in name or "mtp" in name for name in names)
 
 
 def test_dropout_rates_are_taken_over_from_megatron(gpt, tmp_path):

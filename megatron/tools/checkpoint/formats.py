@@ -22,7 +22,7 @@ from megatron.checkpoint.core.writer import convert_to_core
 from megatron.checkpoint.entries import WORD_EMBEDDING
 from megatron.checkpoint.find import scan
 from megatron.checkpoint.huggingface import files
-from megatron.checkpoint.huggingface.families import family_and_network, family_for
+from megatron.checkpoint.huggingface.families import family_and_network
 from megatron.checkpoint.huggingface.peft import peft_names
 from megatron.checkpoint.huggingface.peft_writer import AdapterExport
 from megatron.checkpoint.huggingface.settings import read_json
@@ -600,7 +600,7 @@ def save_peft(source: SourceModel, options: argparse.Namespace, check: Check) ->
         )
     family_name = options.model_family or source.family
     rows = options.true_vocab_size or source.rows
-    family = family_for(plain_network(model), rows, family_name)
+    family, _ = family_and_network(plain_network(model), rows, family_name)
     names = peft_names(model, adapted_layers(model, rows), family, rows)
     export = AdapterExport(PaddedReader(source.reader, rows=rows, entries=rows), model, names)
     base = None if source.companions is None else str(source.companions)
