@@ -141,6 +141,11 @@ def without_matrix_threads() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
+def quieten_rust() -> None:
+    """Let extensions written in Rust log warnings only, unless the user says otherwise."""
+    os.environ.setdefault("RUST_LOG", "warn")
+
+
 def module_command(module: str) -> list[str]:
     """Return the command that runs a module's `main` in a new interpreter.
 

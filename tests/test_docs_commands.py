@@ -111,6 +111,19 @@ def _check_curl(words: list[str]) -> None:
         parse_request(json.loads(words[words.index("-d") + 1]))
 
 
+def _check_lighthouse(words: list[str]) -> None:
+    """Check the flags of torchft's program, if it is installed."""
+    environment = command_environment()
+    program = shutil.which("torchft_lighthouse", path=environment["PATH"])
+    if program is None:
+        pytest.skip("torchft is not installed")
+    done = subprocess.run(
+        [program, "--help"], check=False, capture_output=True, text=True, env=environment
+    )
+    shown = done.stdout + done.stderr
+    assert all(word in shown for word in words if word.startswith("--")), shown
+
+
 def _network(*_: object) -> dict[str, int]:
     """Return what --use-checkpoint-args takes from a checkpoint, which does not exist here."""
     return {"model.num_layers": 2, "model.hidden_size": 32, "model.num_attention_heads": 4}
@@ -279,6 +292,7 @@ _CHECKS = {
     "python": _check_python,
     "torchrun": _check_torchrun,
     "tensorboard": _check_tensorboard,
+    "torchft_lighthouse": _check_lighthouse,
 }
 
 

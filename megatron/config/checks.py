@@ -111,6 +111,7 @@ RULES: tuple[Rule, ...] = (
     rules_training.skipped_iterations,
     rules_reliability.faults,
     rules_reliability.rerun,
+    rules_reliability.torchft,
     rules_reliability.non_persistent,
     rules_curriculum.curriculum,
     rules_finetuning.distillation,

@@ -107,6 +107,7 @@ def _checked(text: str) -> str:
 _DUMPS = Requirement(
     lambda run: run.reliability.flight_recorder_dump_path, "--flight-recorder-dump-path"
 )
+_LIGHTHOUSE = Requirement(lambda run: run.reliability.torchft_lighthouse, "--torchft-lighthouse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,12 @@ class ReliabilityConfig:
             same way at the same iteration: stop, or skip the samples of that iteration.
         fault_inject: Faults to inject, to test how a run survives them: POINT:RANK:STEP:KIND, for
             example forward:1:20:kill. Repeat the flag for several faults. Default: none.
+        torchft_lighthouse: Address of torchft's lighthouse, for example http://10.0.0.1:29510. Jobs
+            that give the same address train one model together, and continue without those that
+            are lost.
+        torchft_replica: Number of this job among them, from 0.
+        torchft_min_replicas: With fewer jobs, updates wait.
+        torchft_timeout: Time after which a job that does not answer counts as lost.
     """
 
     health_check: bool = False
@@ -142,6 +149,10 @@ class ReliabilityConfig:
     )
     on_crash_loop: str = flag("stop", choices=("stop", "skip"), needs=SAVES)
     fault_inject: tuple[str, ...] = flag((), convert=_checked, adds=True)
+    torchft_lighthouse: str | None = None
+    torchft_replica: int = flag(0, at_least=0, requires=_LIGHTHOUSE)
+    torchft_min_replicas: int = flag(1, unit="jobs", at_least=1, needs=_LIGHTHOUSE)
+    torchft_timeout: float = flag(60.0, unit="seconds", above=0, needs=_LIGHTHOUSE)
 
     @property
     def faults(self) -> list[Fault]:

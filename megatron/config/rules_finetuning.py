@@ -67,6 +67,7 @@ def batch_invariance(config: RunOptions, world_size: int) -> Iterator[str]:
 
 # Additional flags that rule out training on a model's own answers, except with these values.
 _NOT_WITH_ROLLOUTS: Exclusions = {
+    "reliability.torchft_lighthouse": ((None,), "every job would generate its own answers"),
     **_NOT_WITH_SAMPLES,
     "parallel.pipeline_model_parallel_size": ((1,), "answers are not scored on pipeline stages"),
     "parallel.context_parallel_size": ((1,), "generation does not split an answer over processes"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 from megatron.config.fields import near_multiples
+from megatron.config.rules_parallel import Exclusions, excluded
 from megatron.config.run import RunOptions, flatten
 from megatron.environment import name_problem
 
@@ -102,6 +104,45 @@ def rerun(config: RunOptions, world_size: int) -> Iterator[str]:
             f"--rerun-mode {mode} cannot be combined with --fp8-recipe delayed, because the scales "
             "of the first computation are gone: use --fp8-recipe tensorwise"
         )
+
+
+# The values of other fields that --torchft-lighthouse allows, and why it excludes the rest.
+_NOT_WITH_TORCHFT: Exclusions = {
+    "parallel.ddp_impl": (("local",), "it averages gradients during the backward pass"),
+    "parallel.zero_stage": (
+        (None, 0, 1, 2),
+        "a job that joins could not receive shards of weights",
+    ),
+    "training.calculate_per_token_loss": ((False,), "labels are not counted over several jobs"),
+    "training.on_spike": (("none", "skip"), "a job that has joined has no checkpoint to return to"),
+    "training.iterations_to_skip": ((None, ()), "jobs agree on updates only"),
+    "reliability.rerun_mode": (
+        ("disabled",),
+        "an update cannot be computed again by one job alone",
+    ),
+    "reliability.on_crash_loop": (("stop",), "jobs agree on updates only"),
+    "precision.fp8_recipe": (
+        ("tensorwise", "rowwise"),
+        "the scales would follow the activations of one job",
+    ),
+    "model.moe_router_enable_expert_bias": (
+        (False,),
+        "the biases would follow the loads of one job",
+    ),
+    "optimizer.ema_decay": ((None,), "a job that joins does not receive averages"),
+    "optimizer.lawa_interval": ((None,), "a job that joins does not receive averages"),
+}
+
+
+def torchft(config: RunOptions, world_size: int) -> Iterator[str]:
+    """Yield an error for each setting that jobs that train together cannot have."""
+    address = config.reliability.torchft_lighthouse
+    if address is None:
+        return
+    flag_text = f"--torchft-lighthouse {address}"
+    if not re.fullmatch(r"https?://[^\s/]+:[0-9]{1,5}/?", address):
+        yield f"{flag_text}: expected an address such as http://10.0.0.1:29510"
+    yield from excluded(config, flag_text, _NOT_WITH_TORCHFT)
 
 
 def non_persistent(config: RunOptions, world_size: int) -> Iterator[str]:

@@ -231,6 +231,57 @@ def evaluation_position(run: Run, iteration: int) -> int:
     return done * run.config.evaluation.eval_iters * run.config.eval_global_batch
 
 
+@dataclass(frozen=True)
+class Share:
+    """A replica's share of every global batch, if several jobs train one model (`quorum`).
+
+    Attributes:
+        index: The position of this replica among those that take part.
+        count: The number of replicas that take part.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, micro_batches: int) -> range:
+        """Return which of an update's micro-batches this replica computes."""
+        return range(
+            self.index * micro_batches // self.count, (self.index + 1) * micro_batches // self.count
+        )
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
+class SharedSampler:
+    """The micro-batches of a sampler that are in a replica's share of each update.
+
+    Attributes:
+        sampler: The sample indices of each micro-batch, as without other replicas.
+        batches: The plan of the batches.
+        consumed_samples: The number of samples before the first micro-batch.
+        share: The replica's share.
+    """
+
+    sampler: Iterable[list[int]]
+    batches: BatchPlan
+    consumed_samples: int
+    share: Share
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the sample indices of each micro-batch of this replica."""
+        position, consumed = 0, self.consumed_samples
+        count = self.batches.micro_batches_at(consumed)
+        for indices in self.sampler:
+            if position in self.share.of(count):
+                yield indices
+            position += 1
+            if position == count:
+                position, consumed = 0, consumed + self.batches.global_batch_at(consumed)
+                count = self.batches.micro_batches_at(consumed)
+
+
 def batches_from(
     run: Run,
     dataset: SampleDataset,
@@ -238,6 +289,7 @@ def batches_from(
     consumed: int,
     micro_batch: int | None = None,
     order: str | None = None,
+    share: Share = WHOLE,
 ) -> Iterator[Batch]:
     """Yield this rank's micro-batches, beginning at a position in the global sample order.
 
@@ -247,6 +299,7 @@ def batches_from(
         consumed: The number of samples that all ranks together have consumed.
         micro_batch: The number of samples in a micro-batch; `None` means --micro-batch-size.
         order: The sample order, a value of --dataloader-type; `None` means the value of the flag.
+        share: The share of each update's micro-batches, if they are training batches.
 
     Raises:
         DataError: The dataset has no further micro-batch.
@@ -257,7 +310,8 @@ def batches_from(
     sampler: SingleSampler | CyclicSampler = SingleSampler(*arguments)
     if (order or options.dataloader_type) == "cyclic":
         sampler = CyclicSampler(*arguments, options.data_sharding)
-    return _load(run.config, dataset, sampler, pin_memory=run.device.is_gpu)
+    shared = SharedSampler(sampler, run.batches, consumed, share) if share.count > 1 else sampler
+    return _load(run.config, dataset, shared, pin_memory=run.device.is_gpu)
 
 
 def _load(

@@ -53,6 +53,7 @@ from megatron.training.batches import BatchPlan, batches_from, samples_needed
 from megatron.training.branches import with_branch_length
 from megatron.training.forward import DirectForward, TrainingForward
 from megatron.training.passes import message_shape
+from megatron.training.quorum import Quorum
 from megatron.training.recipe import CountsEpochs, Recipe
 from megatron.training.recorded_passes import RecordedPasses
 from megatron.training.run import ParallelModel, Run
@@ -140,8 +141,11 @@ def build_run(config: RunConfig, recipe: Recipe, device: Device, layout: Layout)
                 f"--split {config.data.split}: the training split is empty: give it a share of "
                 "the documents"
             )
-        consumed = run.progress.consumed_samples
-        run.train_batches = batches_from(run, run.datasets.train, consumed=consumed)
+        if config.reliability.torchft_lighthouse is not None:
+            run.quorum = Quorum(run)  # opens the data once the replicas have agreed
+        else:
+            consumed = run.progress.consumed_samples
+            run.train_batches = batches_from(run, run.datasets.train, consumed=consumed)
     return run
 
 

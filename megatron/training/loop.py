@@ -108,6 +108,8 @@ def train(run: Run, callbacks: Sequence[Callback]) -> EarlyExit | None:
     run.optimizer.wait_for_weights()
     for callback in callbacks:
         callback.on_end(run, early_exit)
+    if run.quorum is not None:
+        run.quorum.leave()
     return early_exit
 
 

@@ -26,6 +26,7 @@ from megatron.processes.ending import ExitRequest
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.batches import BatchPlan
 from megatron.training.forward import TrainingForward
+from megatron.training.quorum import Quorum
 from megatron.training.recipe import Batch, Recipe
 from megatron.training.run_record import RunRecord
 from megatron.training.spikes import SpikeWatch
@@ -114,6 +115,7 @@ class Run(ParallelModel):
         useful_seconds: The seconds spent in the iterations so far. An iteration that was repeated
             after a restart counts once.
         was_resumed: Whether this start continues an earlier one.
+        quorum: The other replicas of the model, with --torchft-lighthouse.
     """
 
     config: RunConfig
@@ -137,6 +139,7 @@ class Run(ParallelModel):
     save_at: Set[int] = frozenset()
     corpus: str | None = None
     record: RunRecord | None = None
+    quorum: Quorum | None = None
     useful_seconds: float = 0.0
     was_resumed: bool = False
 

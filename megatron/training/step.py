@@ -17,6 +17,7 @@ from megatron.device import AsyncRead
 from megatron.models.arithmetic import flops_per_token
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import all_reduce
+from megatron.training.batches import WHOLE
 from megatron.training.expert_load import (
     ExpertLoad,
     expert_load_part,
@@ -66,8 +67,9 @@ class StepOutcome(UpdateResult):
 
     Attributes:
         samples: The size of the global batch.
-        tokens: The number of tokens that the model read, including padding.
-        flops: The floating-point operations of the update in the whole model.
+        tokens: The number of tokens that the model read, including padding. Of several replicas
+            with --torchft-lighthouse, this one's.
+        flops: The floating-point operations on these tokens in the whole model.
         length: The sequence length that the curriculum chose; `None` without a curriculum.
         loss_scale: The factor by which the loss was multiplied.
         spike: A description of the values that exceed their limits, if `found_spike`; otherwise
@@ -110,6 +112,18 @@ class Updates:
         Args:
             look_ahead: Whether the next update may begin before this one's result is known.
         """
+        while True:
+            if self._run.quorum is not None:
+                self._run.quorum.begin()
+            outcome = self._try(look_ahead=look_ahead)
+            if outcome is not None:
+                return outcome
+
+    def _try(self, *, look_ahead: bool) -> StepOutcome | None:
+        """Do the work of `make`, or return `None` if the update must be computed again.
+
+        Nothing has changed then.
+        """
         run, progress = self._run, self._run.progress
         journal = run.layout.journal
         journal.iteration = progress.iteration + 1
@@ -136,6 +150,8 @@ class Updates:
         run.layers.routers.update_biases(run.layout)
         journal.enter("reduction of the losses")
         reader = _OutcomeReader(run, passes)
+        if run.quorum is not None and not run.quorum.averages(_averaged(run, reader)):
+            return None
         journal.enter("optimizer step")
         with run.timers.measure("optimizer"):
             step_values = run.optimizer.begin_step(
@@ -166,7 +182,8 @@ class Updates:
         rerun = self._compare(result)
         data = run.config.data
         seq_length = length or data.seq_length
-        read_tokens = samples * run.recipe.head.sequences * (seq_length + data.decoder_tokens)
+        own_samples = len(passes.sample_ids) * run.batches.samples_per_pass
+        read_tokens = own_samples * run.recipe.head.sequences * (seq_length + data.decoder_tokens)
         return StepOutcome(
             **vars(result),
             samples=samples,
@@ -251,6 +268,11 @@ def skip_iteration(run: Run) -> None:
         print_line(skipped_line(progress.iteration, run.train_iterations, samples))
 
 
+def _averaged(run: Run, reader: _OutcomeReader) -> list[Tensor]:
+    """Return what replicas of the model average: this process's gradients, and the losses."""
+    return [*run.gradients.views(lambda _: True), reader.losses]
+
+
 def _next_passes(run: Run) -> Passes:
     """Zero the gradients, and return the passes of the update after the consumed samples."""
     consumed = run.progress.consumed_samples
@@ -259,11 +281,13 @@ def _next_passes(run: Run) -> Passes:
             part.train()
     run.gradients.zero()
     run.forward.begin_update()
+    share = WHOLE if run.quorum is None else run.quorum.share
+    own = share.of(run.batches.micro_batches_at(consumed))
     return Passes(
         run,
         run.train_batches,
-        run.batches.micro_batches_at(consumed),
-        first_sample=consumed,
+        len(own),
+        first_sample=consumed + own.start * run.batches.samples_per_pass,
         scale=run.optimizer.scale_loss,
         forward=run.forward,
         length=run.next_length,
@@ -286,6 +310,7 @@ def _may_look_ahead(run: Run) -> bool:
         and run.forward.may_run_ahead
         and not run.optimizer.scale_may_change
         and run.config.training.on_spike != "rewind"
+        and run.quorum is None
         and run.config.logging.timing_log_level == 0
     )
 
@@ -302,6 +327,11 @@ class _OutcomeReader:
         self._router_size, self._load_size = losses_by_layer.numel(), load.numel()
         self._packed = pack_losses(passes, flags, run, torch.cat((losses_by_layer, load))).double()
         self._ordinary = _ordinary(passes, run)
+
+    @property
+    def losses(self) -> Tensor:
+        """The mean of each loss over the replica's micro-batches, fp64: a view."""
+        return self._packed[: len(self._run.recipe.loss_names(self._run.config))]
 
     def loss_is_spike(self) -> Tensor | None:
         """Return whether the first loss exceeds its limit. The others are only logged.

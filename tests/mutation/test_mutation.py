@@ -215,11 +215,10 @@ def test_a_mutation_is_killed_by_tests_that_execute_it_and_pass_without_it(
         "that_fails_anyway": ("failed", [1]),
     }
     results = read_results(out)
-    assert [(results[one]["outcome"], results[one]["by"]) for one in chosen] == [
-        ("killed", name + "add[so many - or more]"),
-        ("survived", ""),
-        ("killed", name + "a_fork"),
-    ]
+    assert [results[one]["outcome"] for one in chosen] == ["killed", "survived", "killed"]
+    killers = [str(results[one]["by"]).removeprefix(name) for one in chosen]
+    assert killers[:2] == ["add[so many - or more]", ""]
+    assert killers[2] in ("a_fork", "a_new_interpreter")  # the faster one is tried first
     assert [results[one]["tests"] for one in chosen] == [1, 1, 2]
     lines = table(out).splitlines()
     assert lines[2:4] == ["| toys | 3 | 2 (67%) | 1 | 0 |", "| all | 3 | 2 (67%) | 1 | 0 |"]
