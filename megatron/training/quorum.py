@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.exchange import JsonExchange
 from megatron.command import print_line
@@ -181,31 +181,21 @@ class Quorum:
         self._manager.shutdown(wait=False)
 
     def _state(self) -> tuple[bytes, list[Tensor]]:
-        """Return what a replica that joins needs: counters as JSON, and tensors in a fixed order.
-
-        The order and the shapes are the same in every replica, because their layouts are.
-        """
+        """Return what a replica that joins needs: counters as JSON, and tensors."""
         run = self._run
-        run.optimizer.wait_for_weights()
         counters = {
             "progress": asdict(run.progress),
             "optimizer": run.optimizer.scalars(),
             "spikes": run.spikes and run.spikes.state(),
         }
-        weights = [x for part in run.parts for x in (*part.parameters(), *part.buffers())]
-        states = [tensor for tensor, _ in run.optimizer.named_tensors().values()]
-        return json.dumps(counters).encode(), [x.detach() for x in (*weights, *states)]
+        return json.dumps(counters).encode(), self._tensors(run.optimizer.named_tensors())
 
     def _load(self, state: tuple[bytes, Sequence[Tensor]]) -> None:
         """Load the result of another replica's `_state`."""
         run, counters = self._run, json.loads(state[0])
-        run.optimizer.wait_for_weights()
         named = run.optimizer.named_tensors()
-        weights = [x for part in run.parts for x in (*part.parameters(), *part.buffers())]
-        own = [*weights, *(tensor for tensor, _ in named.values())]
-        with torch.no_grad():
-            for tensor, received in zip(own, state[1], strict=True):
-                tensor.copy_(received)
+        for tensor, received in zip(self._tensors(named), state[1], strict=True):
+            tensor.copy_(received)
         run.optimizer.encode_loaded(named)
         run.optimizer.reload_masters(include_16_bit=False)
         run.optimizer.load_scalars(counters["optimizer"])
@@ -213,6 +203,17 @@ class Quorum:
         if run.spikes is not None:
             run.spikes.load_state(counters["spikes"])
         vars(run.progress).update(counters["progress"])
+
+    def _tensors(self, named: Mapping[str, tuple[Tensor, nn.Parameter]]) -> list[Tensor]:
+        """Return the weights and buffers, and the named states of the optimizer.
+
+        Their order and their shapes are the same in every replica, because the layouts are.
+        Nothing on the device still reads or writes them, on any stream.
+        """
+        self._run.optimizer.wait_for_weights()
+        self._run.device.synchronize()
+        weights = [x for part in self._run.parts for x in (*part.parameters(), *part.buffers())]
+        return [x.detach() for x in (*weights, *(tensor for tensor, _ in named.values()))]
 
 
 class PeerTransport:
