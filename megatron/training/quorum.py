@@ -57,7 +57,8 @@ class Quorum:
         """Connect to the lighthouse. Collective over the replica.
 
         Raises:
-            ConfigError: torchft is not installed, or the data is text.
+            ConfigError: torchft is not installed, the data is text, or this machine's name means
+                nothing.
             HangError: The lighthouse does not answer.
         """
         self._run, options = run, run.config.reliability
@@ -72,10 +73,9 @@ class Quorum:
         self._group = kind(timeout=timeout)
         world = run.layout.world
         # torchft's managers find each other in a store of the replica, which outlives its groups.
-        self._store = None
-        if world.rank == 0:
-            self._store = dist.TCPStore(platform.node(), 0, is_master=True, wait_for_workers=False)
-        ports = JsonExchange(world).gather([platform.node(), self._store and self._store.port])
+        self._store = _new_store(timeout) if world.rank == 0 else None
+        stores = JsonExchange(world).gather(self._store and [self._store.host, self._store.port])
+        host, port = stores[0]
         # It logs every lost replica with a traceback.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
         with self._told_errors():
@@ -90,8 +90,8 @@ class Quorum:
                 connect_timeout=timeout,
                 rank=world.rank,
                 world_size=world.size,
-                store_addr=ports[0][0],
-                store_port=ports[0][1],
+                store_addr=host,
+                store_port=port,
                 lighthouse_addr=options.torchft_lighthouse,
                 replica_id=f"replica{options.torchft_replica}",
                 checkpoint_transport=PeerTransport(
@@ -285,6 +285,18 @@ class PeerTransport:
         received = torch.empty_like(like, device=self._device).contiguous()
         self._group.recv([received], source, _TAG).wait()
         return received
+
+
+def _new_store(timeout: timedelta) -> dist.TCPStore:
+    """Return a store that the other jobs can reach by this machine's name."""
+    host = platform.node()
+    try:
+        return dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--torchft-lighthouse: other jobs cannot reach this machine by its name {host} "
+            f"({str(error).splitlines()[0]}): add the name to /etc/hosts"
+        ) from error
 
 
 def import_torchft() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -264,6 +265,16 @@ def test_more_replicas_than_micro_batches_are_refused() -> None:
     quorum._manager = manager
     with pytest.raises(ConfigError, match="3 replicas have joined, but an update has only 2 micro"):
         quorum.begin()
+
+
+def test_a_machine_needs_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchft")
+    monkeypatch.setattr(platform, "node", lambda: "nowhere.invalid")
+    with pytest.raises(ConfigError, match=r"by its name nowhere\.invalid \(.*/etc/hosts"):
+        build_toy(
+            Layout.single(),
+            ["--torchft-lighthouse", "http://127.0.0.1:1", "--torchft-timeout", "0.5"],
+        )
 
 
 def test_text_is_refused(tmp_path: Path) -> None:
