@@ -113,14 +113,14 @@ _NOT_WITH_TORCHFT: Exclusions = {
         (None, 0, 1, 2),
         "a job that joins could not receive shards of weights",
     ),
-    "training.calculate_per_token_loss": ((False,), "labels are not counted over several jobs"),
+    "training.calculate_per_token_loss": ((False,), "labels are not counted across jobs"),
     "training.on_spike": (("none", "skip"), "a job that has joined has no checkpoint to return to"),
-    "training.iterations_to_skip": ((None, ()), "jobs agree on updates only"),
+    "training.iterations_to_skip": ((None, ()), "the jobs would not skip them together"),
     "reliability.rerun_mode": (
         ("disabled",),
         "an update cannot be computed again by one job alone",
     ),
-    "reliability.on_crash_loop": (("stop",), "jobs agree on updates only"),
+    "reliability.on_crash_loop": (("stop",), "the jobs would not skip samples together"),
     "precision.fp8_recipe": (
         ("tensorwise", "rowwise"),
         "the scales would follow the activations of one job",

@@ -57,8 +57,8 @@ class Quorum:
         """Connect to the lighthouse. Collective over the replica.
 
         Raises:
-            ConfigError: torchft is not installed, the data is text, or this machine's name means
-                nothing.
+            ConfigError: torchft is not installed, the data is text, or this machine's name cannot
+                be resolved.
             HangError: The lighthouse does not answer.
         """
         self._run, options = run, run.config.reliability
@@ -78,7 +78,7 @@ class Quorum:
         host, port = stores[0]
         # It logs every lost replica with a traceback.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
-        with self._told_errors():
+        with self._connection_errors():
             self._manager = torchft.Manager(
                 pg=self._group,
                 load_state_dict=self._load,
@@ -106,7 +106,7 @@ class Quorum:
         self._is_positioned = False
 
     @contextmanager
-    def _told_errors(self) -> Iterator[None]:
+    def _connection_errors(self) -> Iterator[None]:
         """Turn torchft's errors of connections into errors that name the flag."""
         try:
             yield
@@ -129,7 +129,7 @@ class Quorum:
         """
         run, before = self._run, self._run.progress.iteration
         run.layout.journal.enter("agreement of the replicas")
-        with self._told_errors():
+        with self._connection_errors():
             self._manager.start_quorum()
         share = Share(self._manager.participating_rank(), self._manager.num_participants())
         if self._is_positioned and share == self.share and run.progress.iteration == before:
@@ -172,7 +172,7 @@ class Quorum:
             for work in works:
                 work.wait()
         journal.enter("agreement of the replicas")
-        with self._told_errors():
+        with self._connection_errors():
             self._is_positioned = bool(self._manager.should_commit())
         return self._is_positioned
 

@@ -122,7 +122,7 @@ class Updates:
     def _try(self, *, look_ahead: bool) -> StepOutcome | None:
         """Do the work of `make`, or return `None` if the update must be computed again.
 
-        Nothing has changed then.
+        Weights, optimizer states and counters have not changed then.
         """
         run, progress = self._run, self._run.progress
         journal = run.layout.journal

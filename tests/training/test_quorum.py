@@ -290,7 +290,7 @@ def test_text_is_refused(tmp_path: Path) -> None:
     [
         ("--zero-stage 3", "a job that joins could not receive shards of weights"),
         ("--on-spike rewind", "--on-spike rewind: a job that has joined has no checkpoint"),
-        ("--calculate-per-token-loss", "labels are not counted over several jobs"),
+        ("--calculate-per-token-loss", "labels are not counted across jobs"),
         ("--ema-decay 0.9", "does not receive averages"),
     ],
 )
